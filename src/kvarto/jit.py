@@ -1,0 +1,100 @@
+"""The one place that knows which optional packages are there: torch, numba, triton.
+
+- `torch` is a stand-in that imports the real module at first use, so that codecs can be listed and pages checked without it.
+- `inlined` marks a helper that compiled code may call; without numba it is the plain function.
+- `compile_reader` and `compile_kernel` compile for the CPU. The results are cached on disk under a name that hashes our sources, because
+  numba's own cache only notices changes of the file that a function stands in, not of the helpers it calls.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from kvarto.errors import BackendUnavailable
+from kvarto.home import home
+
+if TYPE_CHECKING:
+    import torch as torch  # noqa: PLC0414  (re-exported for the type checker)
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@cache
+def available(package: str) -> bool:
+    """True if `package` can be imported here; it is not imported yet."""
+    return importlib.util.find_spec(package) is not None
+
+
+def require(package: str) -> Any:
+    """Import an optional package, or raise BackendUnavailable with the command that installs it."""
+    if not available(package):
+        raise BackendUnavailable(package, "it is not installed", "run: pip install 'kvarto[engine]'")
+    return importlib.import_module(package)
+
+
+class _Lazy:
+    """A module that is imported when its first attribute is read."""
+
+    def __init__(self, package: str) -> None:
+        self._package = package
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(require(self._package), attribute)
+
+
+if not TYPE_CHECKING:
+    torch = _Lazy("torch")
+
+
+def inlined(function: F) -> F:
+    """Let compiled CPU code call `function`; in plain Python it stays what it is."""
+    if not available("numba"):
+        return function
+    return require("numba").extending.register_jitable(function)  # type: ignore[no-any-return]
+
+
+def reader_signature() -> Any:
+    """The type of a CPU tile reader: `read(slab, tile, row_scale, row_zero, channel_scale, channel_zero) -> None`.
+
+    slab uint8 [slab_nbytes]; tile float32 [S, D] for K or [D, S] for V; the row terms float32 [S], the channel terms float32 [D].
+    The kernel fills scales with 1 and zeros with 0 once; a reader writes the terms that its codec has, always the same ones.
+    """
+    types = require("numba").types
+    vector = types.Array(types.float32, 1, "C")
+    return types.void(types.Array(types.uint8, 1, "C"), types.Array(types.float32, 2, "C"), vector, vector, vector, vector)
+
+
+def compile_reader(function: Callable[..., None]) -> Any:
+    """Compile a tile reader (see `reader_signature`). The kernel takes it as a function pointer: one kernel serves all codecs."""
+    return _compile(function, reader_signature(), error_model="numpy")
+
+
+def compile_kernel(function: Callable[..., None], signature: Any) -> Any:
+    """Compile a parallel CPU kernel with reassociation allowed; NaN and infinity keep their meaning."""
+    fast = {"reassoc", "contract", "arcp", "nsz"}
+    return _compile(function, signature, parallel=True, nogil=True, fastmath=fast, error_model="numpy")
+
+
+def _compile(function: Callable[..., None], signature: Any, **options: Any) -> Any:
+    numba = require("numba")
+    previous = numba.config.CACHE_DIR
+    numba.config.CACHE_DIR = str(home() / "compiled" / _sources_digest())
+    try:
+        # The cache folder is chosen here, at decoration, so the setting need not outlive this call.
+        return numba.njit(signature, cache=True, **options)(function)
+    finally:
+        numba.config.CACHE_DIR = previous
+
+
+@cache
+def _sources_digest() -> str:
+    digest = hashlib.sha256(require("numba").__version__.encode())
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
