@@ -59,6 +59,45 @@ def inlined(function: F) -> F:
     return require("numba").extending.register_jitable(function)  # type: ignore[no-any-return]
 
 
+if available("numba"):
+    import numpy as np
+    from llvmlite import ir
+    from numba import types
+    from numba.extending import intrinsic
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def _half_to_float(_context: Any, bits: Any) -> Any:
+        def emit(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+            return builder.fpext(builder.bitcast(arguments[0], ir.HalfType()), ir.FloatType())
+
+        return types.float32(types.uint16), emit
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def _bits_to_float(_context: Any, bits: Any) -> Any:
+        def emit(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+            return builder.bitcast(arguments[0], ir.FloatType())
+
+        return types.float32(types.uint32), emit
+
+
+@inlined
+def load_floats(slab, start, dtype, out):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """For compiled readers: `out.size` numbers of `dtype` ("float16", "bfloat16", "float32") at byte `start` of slab, into float32 out [n]."""
+    count = out.size
+    if dtype == "float16":
+        halves = slab[start : start + 2 * count].view(np.uint16)
+        for i in range(count):
+            out[i] = _half_to_float(halves[i])
+    elif dtype == "bfloat16":
+        halves = slab[start : start + 2 * count].view(np.uint16)
+        for i in range(count):
+            out[i] = _bits_to_float(np.uint32(halves[i]) << np.uint32(16))
+    else:
+        words = slab[start : start + 4 * count].view(np.float32)
+        for i in range(count):
+            out[i] = words[i]
+
+
 def reader_signature() -> Any:
     """The type of a CPU tile reader: `read(slab, tile, row_scale, row_zero, channel_scale, channel_zero) -> None`.
 

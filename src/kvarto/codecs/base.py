@@ -1,0 +1,131 @@
+"""What a codec is: how one side (K or V) of a slab is written, and nothing else.
+
+A codec presents a slab to a kernel as an affine tile, in a domain that may be rotated:
+
+    y[s,d] = codes[s,d] * row_scale[s] * channel_scale[d] + row_zero[s] + channel_zero[d]        x = unrotate(y)
+
+so that a kernel multiplies small exact codes and folds the terms outside its inner products. `encode` and `decode` are plain torch and are
+the truth; `numba_reader` is optional and gives the tile to compiled code.
+
+Every operation of `encode` is elementwise, a minimum or maximum, or a sum in a stated order (`halving_mean`). So the bytes of a slab do not
+depend on how many slabs are encoded at once: path invariance starts here.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from kvarto.jit import torch
+from kvarto.layout import FieldSpec, Side, SlabLayout, slab_layout
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Reader = Callable[..., None]
+
+
+@dataclass(frozen=True)
+class Codec(ABC):
+    """One way to write K or V. Frozen and hashable: a codec is its parameters.
+
+    name     what users write and pages record
+    bits     bits of one code, without metadata
+    source   paper, section or ADR that it implements
+    version  raised when the bit layout or the meaning of a field changes; pages record it
+    """
+
+    name: str
+    bits: float
+    source: str
+    version: int = 1
+
+    @abstractmethod
+    def fields(self, side: Side, page_tokens: int, dim: int) -> Sequence[FieldSpec]:
+        """The arrays of a slab as (name, dtype, shape), in the order in which they lie."""
+
+    @abstractmethod
+    def encode(self, x: Tensor, layout: SlabLayout) -> Tensor:
+        """Seal. x: float32 [..., S, D], finite. Returns uint8 [..., slab_nbytes]."""
+
+    @abstractmethod
+    def decode(self, slabs: Tensor, layout: SlabLayout) -> Tensor:
+        """Read. slabs: uint8 [..., slab_nbytes]. Returns float32 [..., S, D], in the domain of `encode`'s input."""
+
+    def rotate(self, x: Tensor) -> Tensor:
+        """Into the tile's domain: the same orthogonal map over the last axis [..., D] for keys, queries and values."""
+        return x
+
+    def unrotate(self, y: Tensor) -> Tensor:
+        """Out of the tile's domain; the inverse of `rotate`."""
+        return y
+
+    def numba_reader(self, layout: SlabLayout) -> Reader | None:
+        """A plain function with the signature of `kvarto.jit.reader_signature`, to be compiled; None if there is none."""
+        return None
+
+    def refuses(self, side: Side, page_tokens: int, dim: int) -> str | None:
+        """Why this codec cannot write such a slab, or None if it can."""
+        return None
+
+    def saturated(self, x: Tensor) -> int:
+        """How many elements of x (float32 [..., S, D]) lie outside the codec's range and are clamped by `encode`."""
+        return 0
+
+    def layout(self, side: Side, page_tokens: int, dim: int) -> SlabLayout:
+        """Where the fields lie in a slab of this geometry."""
+        return _layout(self, side, page_tokens, dim)
+
+
+@lru_cache(maxsize=4096)
+def _layout(codec: Codec, side: Side, page_tokens: int, dim: int) -> SlabLayout:
+    return slab_layout(side, page_tokens, dim, codec.fields(side, page_tokens, dim))
+
+
+def assemble(layout: SlabLayout, **arrays: Tensor) -> Tensor:
+    """Put the fields of slabs together: each array is [..., *field.shape] of the field's dtype. Returns uint8 [..., slab_nbytes], padding 0."""
+    lead = next(iter(arrays.values())).shape[: -len(layout.fields[0].shape)]
+    pieces, offset = [], 0
+    for field in layout.fields:
+        array = arrays[field.name]
+        assert array.dtype == getattr(torch, field.dtype), (field.name, array.dtype)
+        assert array.shape == (*lead, *field.shape), (field.name, array.shape)
+        pieces.append(array.new_zeros((*lead, field.offset - offset), dtype=torch.uint8))
+        pieces.append(array.reshape(*lead, -1).contiguous().view(torch.uint8))
+        offset = field.end
+    pieces.append(pieces[0].new_zeros((*lead, layout.nbytes - offset)))
+    return torch.cat(pieces, dim=-1)
+
+
+def extract(slabs: Tensor, layout: SlabLayout, name: str) -> Tensor:
+    """The field `name` of slabs uint8 [..., slab_nbytes], as [..., *field.shape] of its dtype."""
+    field = layout[name]
+    piece = slabs[..., field.offset : field.end].contiguous()
+    return piece.view(getattr(torch, field.dtype)).reshape(*slabs.shape[:-1], *field.shape)
+
+
+def to_tile(x: Tensor, side: Side) -> Tensor:
+    """[..., S, D] as the tile lies in memory: unchanged for K, [..., D, S] for V."""
+    return x if side is Side.K else x.transpose(-1, -2)
+
+
+def from_tile(tile: Tensor, side: Side) -> Tensor:
+    """The inverse of `to_tile`."""
+    return tile if side is Side.K else tile.transpose(-1, -2)
+
+
+def halving_mean(x: Tensor, dim: int) -> Tensor:
+    """Mean over an axis, added by halves ((first half + second half), again, ...): the same bits on every path, batch and device.
+
+    An odd remainder of an axis is carried to the next round. Keeps the axis, with size 1.
+    """
+    count = total = x.shape[dim]
+    while count > 1:
+        half = count // 2
+        summed = x.narrow(dim, 0, half) + x.narrow(dim, half, half)
+        x = summed if count % 2 == 0 else torch.cat([summed, x.narrow(dim, 2 * half, 1)], dim)
+        count -= half
+    return x / total

@@ -1,0 +1,98 @@
+"""Codes narrower than a byte, packed along the last axis of a tile in planes, so that unpacking yields whole runs and no interleave.
+
+    8 bits  one code a byte
+    4 bits  byte j holds code j in its low nibble and code j + n/2 in its high nibble
+    2 bits  byte j holds codes j, j + n/4, j + n/2 and j + 3n/4, low bits first
+    1 bit   byte j holds codes j, j + n/8, ..., low bit first
+    3 bits  a plane of the low two bits as above, then a plane of the third bit
+
+Each row (a token of K, a channel of V) is packed by itself; a plane of all rows comes before the next plane.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvarto.jit import inlined, torch
+from kvarto.layout import FieldSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_PLANES = {8: (8,), 4: (4,), 3: (2, 1), 2: (2,)}
+
+
+def code_fields(bits: int, rows: int, columns: int) -> list[FieldSpec]:
+    """The fields that hold `rows` x `columns` codes: `codes`, and `codes_high` for the plane of the third bit."""
+    names = ("codes", "codes_high")
+    return [(names[i], "uint8", (rows, columns * width // 8)) for i, width in enumerate(_PLANES[bits])]
+
+
+def pack(codes: Tensor, bits: int) -> dict[str, Tensor]:
+    """codes: uint8 [..., rows, columns] below 2**bits. Returns the arrays of `code_fields` by name."""
+    packed, shift = {}, 0
+    for (name, _, _), width in zip(code_fields(bits, 1, 8), _PLANES[bits], strict=True):
+        packed[name] = _pack_plane((codes >> shift) & ((1 << width) - 1), width)
+        shift += width
+    return packed
+
+
+def unpack(planes: dict[str, Tensor], bits: int) -> Tensor:
+    """The inverse of `pack`: uint8 [..., rows, columns]."""
+    codes, shift = None, 0
+    for plane, width in zip(planes.values(), _PLANES[bits], strict=True):
+        part = _unpack_plane(plane, width) << shift
+        codes = part if codes is None else codes | part
+        shift += width
+    assert codes is not None
+    return codes
+
+
+def _pack_plane(codes: Tensor, width: int) -> Tensor:
+    packed = None
+    for i, part in enumerate(codes.chunk(8 // width, dim=-1)):
+        packed = part if packed is None else packed | (part << (i * width))
+    assert packed is not None
+    return packed.contiguous()
+
+
+def _unpack_plane(plane: Tensor, width: int) -> Tensor:
+    mask = (1 << width) - 1
+    return torch.cat([(plane >> (i * width)) & mask for i in range(8 // width)], dim=-1)
+
+
+@inlined
+def unpack_tile(slab, low, high, bits, tile):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """Compiled twin of `unpack`: codes at byte `low` (and their third bits at byte `high`) of slab uint8 [n] into tile float32 [rows, columns]."""
+    rows, columns = tile.shape
+    if bits == 8:
+        for row in range(rows):
+            for j in range(columns):
+                tile[row, j] = np.float32(slab[low + row * columns + j])
+    elif bits == 4:
+        half = columns // 2
+        for row in range(rows):
+            base = low + row * half
+            for j in range(half):
+                byte = slab[base + j]
+                tile[row, j] = np.float32(byte & 15)
+                tile[row, half + j] = np.float32(byte >> 4)
+    else:
+        quarter = columns // 4
+        for row in range(rows):
+            base = low + row * quarter
+            for j in range(quarter):
+                byte = slab[base + j]
+                tile[row, j] = np.float32(byte & 3)
+                tile[row, quarter + j] = np.float32((byte >> 2) & 3)
+                tile[row, 2 * quarter + j] = np.float32((byte >> 4) & 3)
+                tile[row, 3 * quarter + j] = np.float32(byte >> 6)
+        if bits == 3:
+            eighth = columns // 8
+            for row in range(rows):
+                base = high + row * eighth
+                for part in range(8):
+                    for j in range(eighth):
+                        tile[row, part * eighth + j] += np.float32(((slab[base + j] >> part) & 1) * 4)
