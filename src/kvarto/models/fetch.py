@@ -1,8 +1,8 @@
 """Real models into the cache folder, once: download, check, convert, and only then let anyone see the result.
 
-    models/<name>/            a finished model; its kvarto.json was written last, so a folder without one does not count
-    models/.<name>.lock       held while one process works on that model; others wait, then find it finished
-    models/.<name>.partial/   the work of the lock's holder; whoever gets the lock next removes what a killed process left
+models/<name>/            a finished model; its kvarto.json was written last, so a folder without one does not count
+models/.<name>.lock       held while one process works on that model; others wait, then find it finished
+models/.<name>.partial/   the work of the lock's holder; whoever gets the lock next removes what a killed process left
 """
 
 from __future__ import annotations
@@ -16,17 +16,22 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from kvarto.errors import FetchError, Unsupported
+from kvarto.home import home
 from kvarto.models import catalog, convert
 from kvarto.models.assemble import assemble
 from kvarto.models.catalog import ModelEntry
 from kvarto.models.download import Downloader, pip_download
-from kvarto.models.home import models_folder
 
 MARK = "kvarto.json"
 FORMAT_VERSION = 1
 
 Progress = Callable[[str], None]
 Converter = Callable[[Path, Path], None]
+
+
+def models_folder() -> Path:
+    """The folder that holds one folder per fetched model. It need not exist yet."""
+    return home().absolute() / "models"
 
 
 def silent(message: str) -> None:
@@ -57,14 +62,15 @@ def ensure(
     """The folder of a catalog model, fetched and converted first if it is not there yet.
 
     `progress` gets one line for each step. A model with terms of its own is fetched only with `accept_terms`.
-    Raises UnknownName, Unsupported (terms), BackendUnavailable, FetchError or IntegrityError, and leaves nothing half-done.
+    Raises UnknownName, Unsupported (terms), BackendUnavailable, FetchError or IntegrityError; leaves nothing half-done.
     """
     entry = model if isinstance(model, ModelEntry) else catalog.find(model)
     if folder := find_fetched(entry):
         return folder
     if entry.needs_terms and not accept_terms:
         raise Unsupported(
-            f"{entry.name} comes under {entry.terms}; read them, then run: kvarto models fetch {entry.name} --accept-terms"
+            f"{entry.name} comes under {entry.terms}; "
+            f"read them, then run: kvarto models fetch {entry.name} --accept-terms"
         )
     convert.require_engine()
     models = models_folder()
@@ -94,7 +100,9 @@ def _fetch(entry: ModelEntry, models: Path, progress: Progress, downloader: Down
         done = partial / "model"
         done.mkdir(parents=True)
         gguf = _download(entry, partial, progress, downloader)
-        progress(f"{entry.name}: converting {entry.gguf_bytes / 1e6:.0f} MB of GGUF to safetensors (once, a minute or two)")
+        progress(
+            f"{entry.name}: converting {entry.gguf_bytes / 1e6:.0f} MB of GGUF to safetensors (once, a minute or two)"
+        )
         _convert(entry, gguf, done, converter)
         _write_mark(entry, done)
         if final.exists():
@@ -129,7 +137,9 @@ def _convert(entry: ModelEntry, gguf: Path, done: Path, converter: Converter) ->
         # transformers raises OSError for faults of its own as well; only those with a number are the disk's.
         if error.errno is not None:
             raise
-        raise FetchError(f"{entry.name} could not be converted: {error}; try again with the pinned engine packages") from error
+        raise FetchError(
+            f"{entry.name} could not be converted: {error}; try again with the pinned engine packages"
+        ) from error
     except (RuntimeError, ValueError, KeyError, ImportError, AttributeError) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         if "No space left" in reason:
@@ -164,8 +174,8 @@ def _require_space(entry: ModelEntry, models: Path) -> None:
     free_bytes = shutil.disk_usage(models).free
     if free_bytes < needed_bytes:
         raise FetchError(
-            f"{entry.name} needs {needed_bytes / 1e9:.1f} GB in {models} while it is fetched, {free_bytes / 1e9:.1f} GB are free; "
-            "free some space, or set KVARTO_HOME to a folder on another disk"
+            f"{entry.name} needs {needed_bytes / 1e9:.1f} GB in {models} while it is fetched, "
+            f"{free_bytes / 1e9:.1f} GB are free; free some space, or set KVARTO_HOME to a folder on another disk"
         )
 
 

@@ -1,0 +1,117 @@
+"""Formats as users write them, and policies: a format for each layer.
+
+    int4                       K and V by the codec int4
+    int8/int4                  K by int8, V by int4
+    int4+sink64+window256      the first 64 and the last 256 tokens stay raw
+    int4+sink0                 no raw sink (formats below 8 bits keep the first page raw unless told so)
+    int4+skip=0,1,-1           a policy: these layers keep the model's own dtype
+
+An unknown name or a malformed part is an error that says what was expected; nothing ever means "off".
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+from kvarto.codecs import Codec, registry
+from kvarto.errors import Unsupported, UsageError
+from kvarto.layout import PAGE_TOKENS, Geometry, PageLayout, Side
+
+_PART = re.compile(r"(sink|window)(\d+)")
+_GRAMMAR = "a codec or K-codec/V-codec, then +sinkN, +windowN, +skip=LAYERS"
+
+
+@dataclass(frozen=True)
+class Format:
+    """A codec for K and one for V; `sink_tokens` first and `window_tokens` recent tokens stay raw (both whole pages)."""
+
+    k: Codec
+    v: Codec
+    sink_tokens: int = 0
+    window_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        for name, tokens in (("sink", self.sink_tokens), ("window", self.window_tokens)):
+            if tokens < 0 or tokens % PAGE_TOKENS:
+                raise UsageError(f"{name} tokens", f"a multiple of the page's {PAGE_TOKENS} tokens", tokens)
+
+    def __str__(self) -> str:
+        codecs = self.k.name if self.k == self.v else f"{self.k.name}/{self.v.name}"
+        sink = "" if self.sink_tokens == _default_sink(self.k, self.v) else f"+sink{self.sink_tokens}"
+        return codecs + sink + (f"+window{self.window_tokens}" if self.window_tokens else "")
+
+    def layout(self, geometry: Geometry) -> PageLayout:
+        """The page of this format. Raises Unsupported if a codec cannot write the geometry."""
+        for side, codec in ((Side.K, self.k), (Side.V, self.v)):
+            if reason := codec.refuses(side, geometry.page_tokens, geometry.dim(side)):
+                raise Unsupported(f"format {self}: {side.upper()} codec {codec.name} cannot be used here: {reason}; choose another")
+        tokens = geometry.page_tokens
+        return PageLayout(
+            geometry,
+            self.k.layout(Side.K, tokens, geometry.k_dim),
+            self.v.layout(Side.V, tokens, geometry.v_dim),
+        )
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A format for all layers but the skipped ones, which keep the model's own dtype. Layers count from 0, negative ones from the end."""
+
+    format: Format
+    skip: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        return str(self.format) + (f"+skip={','.join(map(str, self.skip))}" if self.skip else "")
+
+    def for_layer(self, layer: int, layers: int, raw: Format) -> Format:
+        """The format of one layer of `layers`; `raw` is what skipped layers get. Raises UsageError for a skip that is no layer."""
+        for index in self.skip:
+            if not -layers <= index < layers:
+                raise UsageError("skip", f"layers between {-layers} and {layers - 1}", index)
+        return raw if layer in {index % layers for index in self.skip} else self.format
+
+
+def parse_format(text: str) -> Format:
+    """A format without `skip`. Raises UnknownName (with a did-you-mean) or UsageError."""
+    policy = parse_policy(text)
+    if policy.skip:
+        raise UsageError("format", "one format for all layers", repr(text), "leave +skip= to policies")
+    return policy.format
+
+
+def parse_policy(text: str) -> Policy:
+    """Read the text form (module docstring). Raises UnknownName or UsageError."""
+    codecs, *parts = text.strip().split("+")
+    k_name, slash, v_name = codecs.partition("/")
+    k, v = registry[k_name], registry[v_name if slash else k_name]
+    chosen = Format(k, v, sink_tokens=_default_sink(k, v))
+    skip: tuple[int, ...] = ()
+    for part in parts:
+        if part.startswith("skip="):
+            skip = _layers(part.removeprefix("skip="), text)
+        elif match := _PART.fullmatch(part):
+            chosen = replace(chosen, **{f"{match[1]}_tokens": int(match[2])})
+        else:
+            raise UsageError("format", _GRAMMAR, f"{part!r} in {text!r}")
+    return Policy(chosen, skip)
+
+
+def raw_format(dtype: str) -> Format:
+    """The identity format of a model's own dtype: "bfloat16", "float16" or "float32"."""
+    names = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+    if dtype not in names:
+        raise Unsupported(f"KV of dtype {dtype} has no raw format; load the model in bfloat16, float16 or float32")
+    codec = registry[names[dtype]]
+    return Format(codec, codec)
+
+
+def _default_sink(k: Codec, v: Codec) -> int:
+    return PAGE_TOKENS if min(k.bits, v.bits) < 8 else 0
+
+
+def _layers(text: str, whole: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(number) for number in text.split(","))
+    except ValueError:
+        raise UsageError("skip", "layer numbers such as skip=0,1,-1", f"{text!r} in {whole!r}") from None
