@@ -131,16 +131,18 @@ def _download(entry: ModelEntry, partial: Path, progress: Progress, downloader: 
 
 
 def _convert(entry: ModelEntry, gguf: Path, done: Path, converter: Converter) -> None:
+    from safetensors import SafetensorError
+
     try:
         converter(gguf, done)
     except OSError as error:
         # transformers raises OSError for faults of its own as well; only those with a number are the disk's.
         if error.errno is not None:
             raise
-        raise FetchError(
-            f"{entry.name} could not be converted: {error}; try again with the pinned engine packages"
-        ) from error
-    except (RuntimeError, ValueError, KeyError, ImportError, AttributeError) as error:
+        reason = " ".join(str(error).split())
+        remedy = "try again with the pinned engine packages"
+        raise FetchError(f"{entry.name} could not be converted: {reason}; {remedy}") from error
+    except (SafetensorError, RuntimeError, ValueError, LookupError, ImportError, AttributeError, MemoryError) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         if "No space left" in reason:
             raise OSError(errno.ENOSPC, "No space left on device") from error

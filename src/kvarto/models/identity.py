@@ -1,8 +1,8 @@
 """What a model is, as one hash: enough to tell two checkpoints apart in a second, however large they are.
 
-The hash covers the configuration and, for every tensor, its name, type, shape and three samples of its bytes. It does not
-depend on how the tensors are spread over files, nor on the version of transformers that wrote them. It is provenance, not
-a seal: a few bytes changed between the samples go unseen.
+The hash covers the configuration and, for every tensor, its name, type, shape and three samples of its bytes. It does
+not depend on how the tensors are spread over files, nor on the version of transformers that wrote them. It is
+provenance, not a seal: a few bytes changed between the samples go unseen.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ class _Tensor(NamedTuple):
 
 def identify(folder: Path) -> str:
     """SHA-256 (hexadecimal) of the config and sampled weights of a Hugging Face folder; IntegrityError if damaged."""
-    config = json.loads((folder / "config.json").read_text())
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except ValueError as error:
+        raise IntegrityError(f"config.json is not JSON ({error}); get the model again") from error
     digest = hashlib.sha256(json.dumps(_without_noise(config), sort_keys=True).encode())
     for tensor in sorted(tensor for file in folder.glob("*.safetensors") for tensor in _tensors(file)):
         digest.update(f"{tensor.name} {tensor.kind} {tensor.size_bytes}\n".encode())

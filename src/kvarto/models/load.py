@@ -73,12 +73,13 @@ def load(
         raise Unsupported(
             f"{model} has no safetensors weights, and pickled ones are never loaded; convert it to safetensors"
         )
+    identity = identify(folder)  # before loading, because it says more plainly than the loader which file is damaged
     loaded, tokenizer = _from_folder(model, folder, dtype)
     return LoadedModel(
         model=loaded.to(device).eval().requires_grad_(False),
         tokenizer=tokenizer,
         name=_name(model, found),
-        identity=identify(folder),
+        identity=identity,
         folder=folder,
     )
 
@@ -92,6 +93,7 @@ def _name(model: str, found: Path | str) -> str:
 
 def _from_folder(model: str, folder: Path, dtype: torch.dtype | None) -> tuple[Any, Any]:
     import torch
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     safe: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
@@ -101,7 +103,7 @@ def _from_folder(model: str, folder: Path, dtype: torch.dtype | None) -> tuple[A
             loaded, report = AutoModelForCausalLM.from_pretrained(
                 folder, dtype=dtype or torch.float32, use_safetensors=True, output_loading_info=True, **safe
             )
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+    except (SafetensorError, OSError, ValueError, LookupError, RuntimeError, ImportError, AttributeError) as error:
         reason = " ".join(str(error).split())
         remedy = "it must be a causal language model that this transformers version knows, complete with its tokenizer"
         raise Unsupported(f"{model} cannot be loaded ({type(error).__name__}: {reason[:300]}); {remedy}") from error
@@ -122,21 +124,21 @@ def _check_device(device: str) -> None:
 
 
 def _hub_folder(hub_id: str, progress: Progress) -> Path:
-    """The snapshot of a hub repository: from its local cache when complete, else downloaded."""
-    import httpx
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+    """The snapshot of a hub repository, downloaded unless the hub's own local cache has it."""
+    from huggingface_hub import errors, snapshot_download
 
+    # The base error of the hub's HTTP client, which is not the same package in every version of the hub library.
+    http_error: type[Exception] = getattr(errors, "HTTPError", OSError)
     progress(f"{hub_id}: looking it up on the model hub")
-    offline = f"{hub_id} is not in the local hub cache and the hub cannot be reached; "
-    offline += f"give a local folder, or one of {', '.join(catalog.CATALOG)}"
     try:
         with quiet():
             return Path(snapshot_download(hub_id, allow_patterns=_HUB_FILES))
-    except GatedRepoError as cause:
-        raise FetchError(f"{hub_id} is gated; accept its terms on the hub and log in with: hf auth login") from cause
-    except (LocalEntryNotFoundError, OfflineModeIsEnabled, httpx.TransportError) as cause:
-        raise FetchError(offline) from cause
-    except (HfHubHTTPError, ValueError) as cause:
-        reason = " ".join(str(cause).split())[:200]
-        raise FetchError(f"{hub_id} could not be fetched from the hub: {reason}; check the name") from cause
+    except errors.GatedRepoError as error:
+        remedy = "accept its terms on the hub and log in with: hf auth login"
+        raise FetchError(f"{hub_id} is gated; {remedy}") from error
+    except (errors.LocalEntryNotFoundError, ConnectionError) as error:
+        remedy = f"give a local folder, or one of {', '.join(catalog.CATALOG)}"
+        raise FetchError(f"{hub_id} is not in the local hub cache and the hub cannot be reached; {remedy}") from error
+    except (http_error, OSError, ValueError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise FetchError(f"{hub_id} could not be fetched from the hub: {reason}; check the name") from error

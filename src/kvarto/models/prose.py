@@ -8,10 +8,9 @@ from __future__ import annotations
 import re
 from html.parser import HTMLParser
 
-_BLOCKS = frozenset(
-    ("p", "div", "h1", "h2", "h3", "h4", "h5", "h6", "li", "dt", "dd", "tr", "table", "pre", "ul", "ol", "dl")
-    + ("blockquote", "section", "article", "br", "hr")
-)
+_HEADINGS = frozenset(("h1", "h2", "h3", "h4", "h5", "h6"))
+_LISTS = frozenset(("ul", "ol", "li", "dl", "dt", "dd", "table", "tr"))
+_BLOCKS = frozenset(("p", "div", "pre", "br", "hr")) | _HEADINGS | _LISTS
 _VOID = frozenset(
     ("area", "base", "br", "col", "embed", "hr", "img", "input", "link", "meta", "source", "track", "wbr")
 )

@@ -20,7 +20,7 @@ def quiet() -> Iterator[None]:
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     hub_verbosity = hub_logging.get_verbosity()
     logging.set_verbosity(logging.CRITICAL)
-    hub_logging.set_verbosity(hub_logging.ERROR)
+    hub_logging.set_verbosity(logging.ERROR)
     logging.disable_progress_bar()
     try:
         # The GGUF loader draws with tqdm itself, not with transformers' wrapper, so only the stream can silence it.

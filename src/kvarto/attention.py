@@ -1,0 +1,412 @@
+"""PagedKV: the one place that knows codec, cache and kernel.
+
+    kv.append(layer, k, v)      new tokens go raw into the open page; a page that fills is sealed: encoded once, from raw values
+    kv.attend(layer, q)         the queries of those tokens read packed and raw pages by the rule of kernels/base.py
+
+Each sequence of a layer has a list of sealed page ids and a few raw pages: the sinks, the recent window, the open page, and the last sealed
+page, whose raw values wait until the next page seals so that tokens can be taken back over one page boundary (`crop`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from kvarto.binding import BoundCodec, choose_kernel
+from kvarto.cache.slab import PageStore
+from kvarto.errors import NotFinite, ShapeError, Unsupported
+from kvarto.formats import Format, Policy, raw_format
+from kvarto.jit import torch
+from kvarto.kernels.base import Kernel, PageSet, Queries, Rule, merge
+from kvarto.layout import Geometry, Side
+from kvarto.page import CodecId, Page
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_SEAL_PAGES_AT_ONCE = 64
+_RUN_TOKENS = 1024
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """What PagedKV must know of a model's layer. `sliding_tokens`: its attention window, or None for full attention."""
+
+    geometry: Geometry
+    sliding_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes of a cache. `allocated_bytes` is what the process holds for it, slack included; the others count what is in use."""
+
+    payload_bytes: int = 0
+    metadata_bytes: int = 0
+    raw_bytes: int = 0
+    allocated_bytes: int = 0
+
+    def __add__(self, other: Footprint) -> Footprint:
+        return Footprint(
+            self.payload_bytes + other.payload_bytes,
+            self.metadata_bytes + other.metadata_bytes,
+            self.raw_bytes + other.raw_bytes,
+            self.allocated_bytes + other.allocated_bytes,
+        )
+
+
+@dataclass
+class _Row:
+    """One sequence of one layer. `packed[j]` is the id of sealed page j, or -1 if it is a sink or has left the sliding window."""
+
+    length: int = 0
+    packed: list[int] = field(default_factory=list)
+    raw: dict[int, int] = field(default_factory=dict)
+
+
+class OpenPages:
+    """The stores of raw pages, one for each page size, shared by all layers: what one layer lets go of after a prefill the next one takes."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype, self.format, self._device = dtype, raw_format(str(dtype).removeprefix("torch.")), device
+        self._stores: dict[int, PageStore] = {}
+
+    def store(self, page_nbytes: int) -> PageStore:
+        """The store of raw pages of this size."""
+        if page_nbytes not in self._stores:
+            self._stores[page_nbytes] = PageStore(page_nbytes, self._device)
+        return self._stores[page_nbytes]
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of storage, used or not."""
+        return sum(store.allocated_bytes for store in self._stores.values())
+
+
+class LayerKV:
+    """One layer of a PagedKV: its pages and its sequences."""
+
+    def __init__(
+        self, spec: LayerSpec, chosen: Format, open_pages: OpenPages, *, device: torch.device, kernel: str | None = None
+    ) -> None:
+        self.spec, self.format, self.dtype = spec, chosen, open_pages.dtype
+        geometry = spec.geometry
+        self.layout = chosen.layout(geometry)
+        self.k, self.v = BoundCodec(chosen.k, self.layout.k), BoundCodec(chosen.v, self.layout.v)
+        raw = open_pages.format
+        self.raw_layout = raw.layout(geometry)
+        self.raw_k, self.raw_v = BoundCodec(raw.k, self.raw_layout.k), BoundCodec(raw.v, self.raw_layout.v)
+        tokens = geometry.page_tokens
+        self.rule = Rule(tokens, chosen.sink_tokens // tokens, chosen.window_tokens // tokens, spec.sliding_tokens)
+        self.kernel = choose_kernel(kernel, self.layout, self.k, self.v, device.type)
+        self.raw_kernel = choose_kernel(kernel, self.raw_layout, self.raw_k, self.raw_v, device.type)
+        self.sealed = PageStore(self.layout.nbytes, device)
+        self.open = open_pages.store(self.raw_layout.nbytes)
+        self.rows: list[_Row] = []
+        self.saturated_elements = 0
+        self._new_tokens: list[int] = []
+        self._valid: Tensor | None = None
+
+    # ---- tokens in -------------------------------------------------------------------------------------------------
+
+    def append(self, k: Tensor, v: Tensor, valid: Tensor | None = None) -> None:
+        """k [B, Hkv, T, Dk], v [B, Hkv, T, Dv] in the layer's dtype; valid bool [B, T], False for padding, which is not stored.
+
+        Raises ShapeError or NotFinite; then nothing has been stored.
+        """
+        self._check(k, v)
+        B, _, T, _ = k.shape
+        if valid is not None and bool(valid.all()):
+            valid = None
+        counts = [T] * B if valid is None else valid.sum(dim=1).tolist()
+        tokens_k, tokens_v = (_ragged(x.transpose(1, 2), valid) for x in (k, v))
+        self._check_finite(tokens_k, "keys")
+        self._check_finite(tokens_v, "values")
+        if not self.rows:
+            self.rows = [_Row() for _ in range(B)]
+        pages, slots = self._open_slots(counts)
+        raw_k, raw_v = self._raw_views()
+        raw_k[pages, :, slots] = tokens_k.to(self.dtype)
+        raw_v[pages, :, :, slots] = tokens_v.to(self.dtype)
+        for row, count in zip(self.rows, counts, strict=True):
+            row.length += count
+        self._seal_full_pages()
+        self._new_tokens, self._valid = counts, valid
+
+    def _check(self, k: Tensor, v: Tensor) -> None:
+        geometry = self.spec.geometry
+        for name, x, dim in (("k", k, geometry.k_dim), ("v", v, geometry.v_dim)):
+            rows = len(self.rows) or x.shape[0]
+            expected = (rows, geometry.heads, k.shape[2], dim)
+            if tuple(x.shape) != expected:
+                raise ShapeError(name, f"[B, Hkv, T, D] = {expected}", tuple(x.shape))
+
+    def _check_finite(self, tokens: Tensor, side: str) -> None:
+        if not bool(torch.isfinite(tokens).all()):
+            bad = int((~torch.isfinite(tokens)).sum())
+            raise NotFinite(f"{side}: expected finite values, got {bad} of {tokens.numel()} NaN or infinite; check the model's weights and dtype")
+
+    def _open_slots(self, counts: list[int]) -> tuple[Tensor, Tensor]:
+        """Raw page id and slot of each new token, int64 [sum(counts)], taking and un-sharing pages as needed."""
+        S, device = self.rule.page_tokens, self.open.pages.device
+        pages, slots = [], []
+        for row, count in zip(self.rows, counts, strict=True):
+            tokens = torch.arange(row.length, row.length + count, device=device)
+            first, end = row.length // S, self.spec.geometry.pages_for(row.length + count)
+            ids = torch.tensor([self._writable(row, page) for page in range(first, end if count else first)], device=device)
+            pages.append(ids[tokens // S - first] if count else tokens)
+            slots.append(tokens % S)
+        return torch.cat(pages), torch.cat(slots)
+
+    def _writable(self, row: _Row, page: int) -> int:
+        """The raw page that `row` may write to: a new one, its own, or its own copy of one that others hold too."""
+        if page not in row.raw:
+            row.raw[page] = self.open.take(1)[0]
+        elif self.open.pool.holders(row.raw[page]) > 1:
+            shared = row.raw[page]
+            row.raw[page] = self.open.copy(shared)
+            self.open.pool.release(shared)
+        return row.raw[page]
+
+    def _raw_views(self) -> tuple[Tensor, Tensor]:
+        """The open pages as numbers: K [P, Hkv, S, Dk] and V [P, Hkv, Dv, S] of the layer's dtype, sharing memory with the store."""
+        views = []
+        for side in (Side.K, Side.V):
+            first, end = self.raw_layout.slab_range(side)
+            slabs = self.open.pages.view(-1, self.spec.geometry.heads, self.raw_layout.pair_nbytes)[..., first:end]
+            views.append(slabs.view(self.dtype).unflatten(-1, self.raw_layout.slab(side).tile_shape))
+        return views[0], views[1]
+
+    def _seal_full_pages(self) -> None:
+        """Encode every page that is full and not yet sealed; sinks are never encoded."""
+        due: list[tuple[_Row, int]] = []
+        for row in self.rows:
+            full = row.length // self.rule.page_tokens
+            for page in range(len(row.packed), full):
+                row.packed.append(-1)
+                if page >= self.rule.sink_pages:
+                    due.append((row, page))
+        for i in range(0, len(due), _SEAL_PAGES_AT_ONCE):
+            self._seal(due[i : i + _SEAL_PAGES_AT_ONCE])
+
+    def _seal(self, due: list[tuple[_Row, int]]) -> None:
+        raw_k, raw_v = self._raw_views()
+        raw_ids = torch.tensor([row.raw[page] for row, page in due], device=raw_k.device)
+        k, v = raw_k[raw_ids].float(), raw_v[raw_ids].float().transpose(-1, -2)
+        self.saturated_elements += self.format.k.saturated(k) + self.format.v.saturated(v)
+        ids = self.sealed.take(len(due))
+        self.sealed.put(ids, torch.cat([self.k.encode(k), self.v.encode(v)], dim=-1).flatten(1))
+        for (row, page), sealed_id in zip(due, ids, strict=True):
+            row.packed[page] = sealed_id
+
+    # ---- queries ---------------------------------------------------------------------------------------------------
+
+    def attend(self, q: Tensor, *, scale: float, softcap: float | None = None, sinks: Tensor | None = None) -> Tensor:
+        """The queries of the tokens last appended: q [B, Hq, T, Dk] to [B, Hq, T, Dv], in q's dtype; 0 where a token was padding.
+
+        scale multiplies q.k; softcap and sinks (float [Hq]) as in kernels/base.py. Raw pages that no later query may read are let go.
+        """
+        B, Hq, T, _ = q.shape
+        counts, geometry = self._new_tokens, self.spec.geometry
+        if len(counts) != B or Hq % geometry.heads:
+            raise ShapeError("q", f"[B, Hq, T, Dk] with B = {len(counts)} and Hq a multiple of {geometry.heads}", tuple(q.shape))
+        device = q.device
+        start = torch.tensor([0, *counts], device=device).cumsum(0).int()
+        position = torch.tensor([row.length - n for row, n in zip(self.rows, counts, strict=True)], dtype=torch.int32, device=device)
+        queries = Queries(_ragged(q.transpose(1, 2), self._valid).float(), start, position)
+        partials = [
+            kernel.attend(queries, pages, self.rule, scale=scale, softcap=softcap)
+            for kernel, pages in self._page_sets(device)
+        ]
+        merged = merge(partials, sinks).out.to(q.dtype)
+        self._release_unreadable()
+        if self._valid is None:
+            return merged.view(B, T, Hq, geometry.v_dim).transpose(1, 2)
+        out = merged.new_zeros((B, T, Hq, geometry.v_dim))
+        out[self._valid] = merged
+        return out.transpose(1, 2)
+
+    def _page_sets(self, device: torch.device) -> list[tuple[Kernel, PageSet]]:
+        """The raw pages, and the packed ones if there are any."""
+        width = max((self.spec.geometry.pages_for(row.length) for row in self.rows), default=0)
+        raw = [[row.raw.get(page, -1) for page in range(width)] for row in self.rows]
+        sets = [(self.raw_kernel, PageSet(self.open.pages, _table(raw, device), self.raw_layout, self.raw_k, self.raw_v, raw=True))]
+        if any(page >= 0 for row in self.rows for page in row.packed):
+            packed = [row.packed + [-1] * (width - len(row.packed)) for row in self.rows]
+            sets.append((self.kernel, PageSet(self.sealed.pages, _table(packed, device), self.layout, self.k, self.v, raw=False)))
+        return sets
+
+    def _release_unreadable(self) -> None:
+        """Let go of raw pages that no query to come, nor one after a crop, may read, and of pages behind the sliding window."""
+        S = self.rule.page_tokens
+        for row in self.rows:
+            reachable = row.length // S - 1
+            for page in [page for page in row.raw if self.rule.sink_pages <= page < reachable - self.rule.window_pages]:
+                self.open.pool.release(row.raw.pop(page))
+            if self.rule.sliding_tokens is not None:
+                first_token = max(0, reachable * S - self.rule.sliding_tokens + 1)
+                self._drop(row, range(min(first_token // S, len(row.packed))))
+
+    def _drop(self, row: _Row, pages: Sequence[int]) -> None:
+        for page in pages:
+            if row.packed[page] >= 0:
+                self.sealed.pool.release(row.packed[page])
+                row.packed[page] = -1
+            if page in row.raw:
+                self.open.pool.release(row.raw.pop(page))
+
+    # ---- sequences -------------------------------------------------------------------------------------------------
+
+    def why_not_crop(self, tokens: int) -> str | None:
+        """Why the last `tokens` tokens cannot be taken back, or None if they can."""
+        S = self.rule.page_tokens
+        for row in self.rows:
+            length = row.length - tokens
+            if length < 0:
+                return f"only {row.length} tokens are held"
+            last = length // S
+            needed = range(max(0, last - self.rule.window_pages), last + (length % S > 0))
+            if missing := [page for page in needed if page not in row.raw]:
+                reach = row.length - min((page for page in row.raw if page >= self.rule.sink_pages), default=0) * S
+                return f"page {missing[0]} is sealed and its raw values are gone; at most {reach} tokens can be taken back"
+        return None
+
+    def crop(self, tokens: int) -> None:
+        """Take back the last `tokens` tokens of every sequence; only where `why_not_crop` gives no reason."""
+        for row in self.rows:
+            row.length -= tokens
+            full = row.length // self.rule.page_tokens
+            for page in row.packed[full:]:
+                if page >= 0:
+                    self.sealed.pool.release(page)
+            del row.packed[full:]
+            for page in [page for page in row.raw if page >= self.spec.geometry.pages_for(row.length)]:
+                self.open.pool.release(row.raw.pop(page))
+
+    def reorder(self, rows: Sequence[int]) -> None:
+        """Sequence i becomes a copy of what was sequence rows[i]; pages are shared, an open one until it is written to."""
+        old = self.rows
+        self.rows = [_Row(old[i].length, list(old[i].packed), dict(old[i].raw)) for i in rows]
+        for row in self.rows:
+            self._hold(row, self.sealed.pool.share, self.open.pool.share)
+        for row in old:
+            self._hold(row, self.sealed.pool.release, self.open.pool.release)
+        if self._new_tokens:
+            self._new_tokens = [self._new_tokens[i] for i in rows]
+            self._valid = None if self._valid is None else self._valid[list(rows)]
+
+    def clear(self) -> None:
+        """Forget every sequence."""
+        self.reorder([])
+        self._new_tokens, self._valid = [], None
+
+    @staticmethod
+    def _hold(row: _Row, sealed: Any, raw: Any) -> None:
+        for page in row.packed:
+            if page >= 0:
+                sealed(page)
+        for page in row.raw.values():
+            raw(page)
+
+    # ---- reports ---------------------------------------------------------------------------------------------------
+
+    def sealed_page(self, row: int, page: int) -> Page:
+        """Page `page` of sequence `row` as it would leave the process. Raises Unsupported if it is not sealed here."""
+        packed = self.rows[row].packed
+        if page >= len(packed) or packed[page] < 0:
+            raise Unsupported(f"page {page} of sequence {row} is not sealed; it is open, a sink, or behind the sliding window")
+        ids = [CodecId(codec.name, codec.version) for codec in (self.format.k, self.format.v)]
+        return Page(ids[0], ids[1], self.spec.geometry, self.sealed.pages[packed[page]].cpu().numpy().tobytes())
+
+    def footprint(self) -> Footprint:
+        """Bytes in use, and allocated for sealed pages; the stores of raw pages are shared by the layers (`PagedKV.footprint`)."""
+        codes = sum(f.nbytes for layout in (self.layout.k, self.layout.v) for f in layout.fields if f.name.startswith(("codes", "values")))
+        payload = self.spec.geometry.heads * codes * self.sealed.pool.used_pages
+        return Footprint(
+            payload_bytes=payload,
+            metadata_bytes=self.layout.nbytes * self.sealed.pool.used_pages - payload,
+            raw_bytes=self.raw_layout.nbytes * len({page for row in self.rows for page in row.raw.values()}),
+            allocated_bytes=self.sealed.allocated_bytes,
+        )
+
+
+class PagedKV:
+    """The cache of a model: a LayerKV for each layer that caches K and V.
+
+    `dtype` is the model's own, in which open pages are kept; `kernel` names a kernel or None for the best that supports the pages.
+    Raises Unsupported, UsageError or BackendUnavailable when a layer cannot have its format.
+    """
+
+    def __init__(
+        self, layers: Sequence[LayerSpec], policy: Policy, *, dtype: torch.dtype, device: torch.device | str = "cpu", kernel: str | None = None
+    ) -> None:
+        self.policy = policy
+        device = torch.device(device)
+        self._open = OpenPages(dtype, device)
+        self.layers = [
+            LayerKV(spec, policy.for_layer(i, len(layers), self._open.format), self._open, device=device, kernel=kernel)
+            for i, spec in enumerate(layers)
+        ]
+
+    @property
+    def kernel_names(self) -> str:
+        """The kernels really used, for reports: one name when all layers agree."""
+        return ", ".join(sorted({layer.kernel.name for layer in self.layers}))
+
+    def append(self, layer: int, k: Tensor, v: Tensor, valid: Tensor | None = None) -> None:
+        """See `LayerKV.append`."""
+        self.layers[layer].append(k, v, valid)
+
+    def attend(
+        self, layer: int, q: Tensor, *, scale: float, softcap: float | None = None, sinks: Tensor | None = None
+    ) -> Tensor:
+        """See `LayerKV.attend`."""
+        return self.layers[layer].attend(q, scale=scale, softcap=softcap, sinks=sinks)
+
+    def extend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None = None, **options: Any) -> Tensor:
+        """Append and attend in runs of `_RUN_TOKENS`, so that a long prefill holds few raw pages at a time. Options as in `attend`.
+
+        Path invariance is what allows it: the result does not depend on where the runs are cut. Returns [B, Hq, T, Dv] in q's dtype.
+        """
+        outs = []
+        for first in range(0, q.shape[2], _RUN_TOKENS):
+            run = slice(first, first + _RUN_TOKENS)
+            self.append(layer, k[:, :, run], v[:, :, run], None if valid is None else valid[:, run])
+            outs.append(self.attend(layer, q[:, :, run], **options))
+        return torch.cat(outs, dim=2)
+
+    def crop(self, tokens: int) -> None:
+        """Take back the last tokens in every layer, or in none: raises Unsupported if one layer cannot."""
+        for layer in self.layers:
+            if reason := layer.why_not_crop(tokens):
+                raise Unsupported(f"crop of {tokens} tokens: {reason}; prefill the sequence again")
+        for layer in self.layers:
+            layer.crop(tokens)
+
+    def reorder(self, rows: Sequence[int]) -> None:
+        """See `LayerKV.reorder`."""
+        for layer in self.layers:
+            layer.reorder(rows)
+
+    def clear(self) -> None:
+        """Forget every sequence; storage is kept for reuse."""
+        for layer in self.layers:
+            layer.clear()
+
+    @property
+    def saturated_elements(self) -> int:
+        """Elements that were beyond their codec's range when their page was sealed."""
+        return sum(layer.saturated_elements for layer in self.layers)
+
+    def footprint(self) -> Footprint:
+        """Bytes in use and allocated, all layers."""
+        return sum((layer.footprint() for layer in self.layers), Footprint(allocated_bytes=self._open.allocated_bytes))
+
+
+def _ragged(x: Tensor, valid: Tensor | None) -> Tensor:
+    """[B, T, ...] to [tokens, ...], padding left out."""
+    return x.flatten(0, 1) if valid is None else x[valid]
+
+
+def _table(pages: list[list[int]], device: torch.device) -> Tensor:
+    return torch.tensor(pages, dtype=torch.int32, device=device).view(len(pages), -1)

@@ -1,0 +1,72 @@
+"""Codecs and kernels meet here: a codec bound to a slab layout is what a kernel reads, and the kernel is chosen by what it supports."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from kvarto.codecs import Codec
+from kvarto.errors import BackendUnavailable, UnknownName
+from kvarto.jit import compile_reader
+from kvarto.kernels.base import Kernel, SlabReader
+from kvarto.kernels.numba import NumbaKernel
+from kvarto.kernels.reference import ReferenceKernel
+from kvarto.layout import PageLayout, SlabLayout
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+KERNELS: tuple[type[Kernel], ...] = (NumbaKernel, ReferenceKernel)
+"""In the order of preference."""
+
+
+@dataclass(frozen=True)
+class BoundCodec:
+    """A codec bound to a slab layout: what kernels know as a SlabReader."""
+
+    codec: Codec
+    layout: SlabLayout
+
+    def encode(self, x: Tensor) -> Tensor:
+        """See `Codec.encode`."""
+        return self.codec.encode(x, self.layout)
+
+    def decode(self, slabs: Tensor) -> Tensor:
+        """See `Codec.decode`."""
+        return self.codec.decode(slabs, self.layout)
+
+    def rotate(self, x: Tensor) -> Tensor:
+        """See `Codec.rotate`."""
+        return self.codec.rotate(x)
+
+    def unrotate(self, y: Tensor) -> Tensor:
+        """See `Codec.unrotate`."""
+        return self.codec.unrotate(y)
+
+    @property
+    def numba(self) -> Any | None:
+        """The compiled tile reader, or None if the codec has none. Compiled once in a process."""
+        return _compiled_reader(self.codec, self.layout)
+
+
+@cache
+def _compiled_reader(codec: Codec, layout: SlabLayout) -> Any | None:
+    reader = codec.numba_reader(layout)
+    return None if reader is None else compile_reader(reader)
+
+
+def choose_kernel(wanted: str | None, layout: PageLayout, k: SlabReader, v: SlabReader, device: str) -> Kernel:
+    """The kernel called `wanted`, or the first of KERNELS that supports the pages.
+
+    Raises UnknownName, or BackendUnavailable with the reason when the wanted one does not support them.
+    """
+    if wanted is None:
+        return next(kernel for kind in KERNELS if (kernel := kind()).supports(layout, k, v, device))
+    named = {kernel.name: kernel for kernel in (kind() for kind in KERNELS)}
+    if wanted not in named:
+        raise UnknownName("kernel", wanted, named)
+    support = named[wanted].supports(layout, k, v, device)
+    if not support:
+        raise BackendUnavailable(f"kernel {wanted}", str(support.reason), "leave the kernel unnamed to get one that supports it")
+    return named[wanted]
