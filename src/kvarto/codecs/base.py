@@ -36,12 +36,14 @@ class Codec(ABC):
     bits     bits of one code, without metadata
     source   paper, section or ADR that it implements
     version  raised when the bit layout or the meaning of a field changes; pages record it
+    headline whether a quick study looks at it; variants that only experts ask for say False
     """
 
     name: str
     bits: float
     source: str
     version: int = 1
+    headline: bool = True
 
     @abstractmethod
     def fields(self, side: Side, page_tokens: int, dim: int) -> Sequence[FieldSpec]:

@@ -55,6 +55,6 @@ class Raw(Codec):
 
 CODECS = (
     Raw("bf16", 16, "IEEE-like bfloat16, the field's baseline", dtype="bfloat16"),
-    Raw("fp16", 16, "IEEE 754 binary16", dtype="float16"),
-    Raw("fp32", 32, "IEEE 754 binary32", dtype="float32"),
+    Raw("fp16", 16, "IEEE 754 binary16", dtype="float16", headline=False),
+    Raw("fp32", 32, "IEEE 754 binary32", dtype="float32", headline=False),
 )

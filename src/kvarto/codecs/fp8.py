@@ -88,13 +88,13 @@ class Fp8(Codec):
         return torch.tensor(self.scales, dtype=torch.float32, device=x.device)[:, None, None]
 
 
-def _family(variant: Literal["e4m3", "e5m2"], stem: str) -> list[Fp8]:
+def _family(variant: Literal["e4m3", "e5m2"], stem: str, *, headline: bool) -> list[Fp8]:
     source = "OCP FP8 1.0; arXiv 2209.05433"
     return [
-        Fp8(stem, 8, source, variant=variant, scale_per="tensor"),
-        Fp8(f"{stem}-head", 8, source, variant=variant, scale_per="head"),
-        Fp8(f"{stem}-token", 8, source, variant=variant, scale_per="token"),
+        Fp8(stem, 8, source, variant=variant, scale_per="tensor", headline=headline),
+        Fp8(f"{stem}-head", 8, source, variant=variant, scale_per="head", headline=False),
+        Fp8(f"{stem}-token", 8, source, variant=variant, scale_per="token", headline=False),
     ]
 
 
-CODECS = (*_family("e4m3", "fp8"), *_family("e5m2", "fp8_e5m2"))
+CODECS = (*_family("e4m3", "fp8", headline=True), *_family("e5m2", "fp8_e5m2", headline=False))

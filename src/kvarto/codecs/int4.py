@@ -106,4 +106,10 @@ class RotatedInt(Codec):
         return self.page_mean and side is Side.K
 
 
-CODECS = tuple(RotatedInt(f"int{bits}", bits, "ADR 0004; QuaRot arXiv 2404.00456") for bits in (4, 3, 2))
+_SOURCE = "ADR 0004; QuaRot arXiv 2404.00456"
+
+CODECS = (
+    RotatedInt("int4", 4, _SOURCE),
+    RotatedInt("int3", 3, _SOURCE, headline=False),
+    RotatedInt("int2", 2, _SOURCE),
+)

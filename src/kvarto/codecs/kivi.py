@@ -98,9 +98,12 @@ class Kivi(Codec):
         return term.repeat_interleave(self._group_rows(layout.side), dim=-2)[..., : layout.tile_shape[0], :]
 
 
-def _family(group_tokens: int, suffix: str) -> list[Kivi]:
-    source = "KIVI, ICML 2024, arXiv 2402.02750"
-    return [Kivi(f"kivi{bits}{suffix}", bits, source, group_tokens=group_tokens) for bits in (4, 3, 2)]
+_SOURCE = "KIVI, ICML 2024, arXiv 2402.02750"
 
-
-CODECS = (*_family(PAGE_TOKENS, ""), *_family(32, "-g32"))
+CODECS = (
+    Kivi("kivi4", 4, _SOURCE),
+    Kivi("kivi3", 3, _SOURCE, headline=False),
+    Kivi("kivi2", 2, _SOURCE, headline=False),
+    Kivi("kivi4-g32", 4, _SOURCE, headline=False, group_tokens=32),
+    Kivi("kivi2-g32", 2, _SOURCE, headline=False, group_tokens=32),
+)
