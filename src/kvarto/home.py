@@ -7,8 +7,8 @@ from pathlib import Path
 
 
 def home() -> Path:
-    """The cache folder, which may not exist yet: `$KVARTO_HOME`, `$XDG_CACHE_HOME/kvarto` or `~/.cache/kvarto`."""
+    """The cache folder, absolute, which may not exist yet: `$KVARTO_HOME`, `$XDG_CACHE_HOME/kvarto` or `~/.cache/kvarto`."""
     if chosen := os.environ.get("KVARTO_HOME"):
-        return Path(chosen).expanduser()
+        return Path(chosen).expanduser().absolute()
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "kvarto"
+    return (Path(base).absolute() if base else Path.home() / ".cache") / "kvarto"
