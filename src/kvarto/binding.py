@@ -53,7 +53,7 @@ class BoundCodec:
 @cache
 def _compiled_reader(codec: Codec, layout: SlabLayout) -> Any | None:
     reader = codec.numba_reader(layout)
-    return None if reader is None else compile_reader(reader)
+    return None if reader is None else compile_reader(reader, layout)
 
 
 def choose_kernel(wanted: str | None, layout: PageLayout, k: SlabReader, v: SlabReader, device: str) -> Kernel:

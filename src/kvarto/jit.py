@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import importlib
 import importlib.util
@@ -21,6 +22,8 @@ from kvarto.home import home
 
 if TYPE_CHECKING:
     import torch as torch  # noqa: PLC0414  (re-exported for the type checker)
+
+    from kvarto.layout import SlabLayout
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -124,26 +127,52 @@ def scale_floats(slab, scale_at, zero_at, out):  # type: ignore[no-untyped-def] 
         out[i] = out[i] * _half_to_float(scales[i]) + _half_to_float(zeros[i])
 
 
-def reader_signature() -> Any:
-    """The type of a CPU tile reader: `read(slab, tile, row_scale, row_zero, channel_scale, channel_zero) -> None`.
+class CompiledReader:
+    """A tile reader as a C function that takes a pointer for each array. Kernels use its address; calling it is for tests."""
 
-    slab uint8 [slab_nbytes]; tile float32 [S, D] for K or [D, S] for V; the row terms float32 [S], the channel terms float32 [D].
-    The kernel fills scales with 1 and zeros with 0 once; a reader writes the terms that its codec has, always the same ones.
+    def __init__(self, compiled: Any) -> None:
+        self._compiled = compiled
+        self.address: int = compiled.address
+
+    def __call__(self, *arrays: Any) -> None:
+        """The arrays of `compile_reader`, as numpy arrays."""
+        function = self._compiled.ctypes
+        function(*[ctypes.cast(array.ctypes.data, kind) for array, kind in zip(arrays, function.argtypes, strict=True)])
+
+
+def compile_reader(function: Callable[..., None], layout: SlabLayout) -> CompiledReader:
+    """Compile a tile reader: `read(slab, tile, row_scale, row_zero, channel_scale, channel_zero) -> None`.
+
+    slab uint8 [slab_nbytes]; tile float32 [S, D] for K or [D, S] for V; the row terms float32 [S], the channel terms float32 [D]. The kernel
+    fills scales with 1 and zeros with 0 once; a reader writes the terms that its codec has, always the same ones. Shapes are constants to the
+    compiler, so loops are compiled for them; one kernel calls the readers of all codecs by address.
     """
-    types = require("numba").types
-    vector = types.Array(types.float32, 1, "C")
-    return types.void(types.Array(types.uint8, 1, "C"), types.Array(types.float32, 2, "C"), vector, vector, vector, vector)
+    numba = require("numba")
+    read, carray, types = inlined(function), numba.carray, numba.types
+    nbytes, tile_shape, S, D = (layout.nbytes,), layout.tile_shape, (layout.page_tokens,), (layout.dim,)
+
+    def read_at(slab, tile, row_scale, row_zero, channel_scale, channel_zero):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+        read(
+            carray(slab, nbytes),
+            carray(tile, tile_shape),
+            carray(row_scale, S),
+            carray(row_zero, S),
+            carray(channel_scale, D),
+            carray(channel_zero, D),
+        )
+
+    floats = types.CPointer(types.float32)
+    return CompiledReader(_compile(read_at, types.void(types.CPointer(types.uint8), *[floats] * 5)))
 
 
-def compile_reader(function: Callable[..., None]) -> Any:
-    """Compile a tile reader (see `reader_signature`). The kernel takes it as a function pointer: one kernel serves all codecs."""
-    return _compile(function, reader_signature(), error_model="numpy")
+def compile_kernel(function: Callable[[Any], None], record: Any) -> Any:
+    """Compile `function(pointer to a record of this numpy dtype) -> None` to a C function, with reassociation allowed.
 
-
-def compile_kernel(function: Callable[..., None], signature: Any) -> Any:
-    """Compile a parallel CPU kernel with reassociation allowed; NaN and infinity keep their meaning."""
-    fast = {"reassoc", "contract", "arcp", "nsz"}
-    return _compile(function, signature, parallel=True, nogil=True, fastmath=fast, error_model="numpy")
+    NaN and infinity keep their meaning. The result's `address` is what a team of threads is started with (kernels/team.py).
+    """
+    numba = require("numba")
+    pointer = numba.types.CPointer(numba.from_dtype(record))
+    return _compile(function, numba.types.void(pointer), fastmath={"reassoc", "contract", "arcp", "nsz"})
 
 
 def _compile(function: Callable[..., None], signature: Any, **options: Any) -> Any:
@@ -152,7 +181,7 @@ def _compile(function: Callable[..., None], signature: Any, **options: Any) -> A
     numba.config.CACHE_DIR = str(home() / "compiled" / _sources_digest())
     try:
         # The cache folder is chosen here, at decoration, so the setting need not outlive this call.
-        return numba.njit(signature, cache=True, **options)(function)
+        return numba.cfunc(signature, cache=True, error_model="numpy", **options)(function)
     finally:
         numba.config.CACHE_DIR = previous
 

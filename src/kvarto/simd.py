@@ -6,8 +6,9 @@ machine has, so only `LANES` and the shapes of register blocks depend on it.
 - `unpack_codes`      codes of 8, 4, 3 or 2 bits to a float32 tile (10 times faster than the loop in numba)
 - `multiply_row` .. `multiply_4_rows`   tile [rows, n] times 1 to 4 vectors [n]: lanes run along n and are added up at the end; for few queries
 - `multiply_panel`    tile [rows, n] times a panel [n, PANEL]: lanes are columns of the panel; for many queries
-- `bytes_at`, `floats_at`, `tile_at`, `address_of`   memory by address: views that count no references, over which threads would fight
-- `prefetch`, `fetch_add`   what their names say
+- `floats_at`, `tile_at`, `panels_at`, `ints_at`, `longs_at`, `address_of`   memory by address: views that count no references, over
+  which threads would fight
+- `call_reader`, `prefetch`, `fetch_add`, `power_of_two`   what their names say
 """
 
 from __future__ import annotations
@@ -303,6 +304,12 @@ def unpack_codes(_context: Any, slab: Any, low: Any, high: Any, bits: Any, tile:
 # ---- memory --------------------------------------------------------------------------------------------------------
 
 
+def _array(dtype: Any, dimensions: int) -> tuple[Any, Any]:
+    """The type of a C-contiguous array, and what makes one of an address and a shape."""
+    kind = types.Array(dtype, dimensions, "C")
+    return kind, _lowered(lambda e: _view(e, kind, e.arguments[0], e.arguments[1:]))
+
+
 def _view(e: _Emitter, kind: Any, address: Any, shape: Sequence[Any]) -> Any:
     """A C-contiguous array over memory that somebody else owns."""
     b, array = e.builder, e.context.make_array(kind)(e.context, e.builder)
@@ -322,31 +329,57 @@ def _view(e: _Emitter, kind: Any, address: Any, shape: Sequence[Any]) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def bytes_at(_context: Any, address: Any, count: Any) -> Any:
-    """uint8 [count] at an address."""
-    kind = types.Array(types.uint8, 1, "C")
-    return kind(types.int64, types.int64), _lowered(lambda e: _view(e, kind, e.arguments[0], e.arguments[1:]))
-
-
-@intrinsic  # type: ignore[untyped-decorator]
 def floats_at(_context: Any, address: Any, count: Any) -> Any:
     """float32 [count] at an address."""
-    kind = types.Array(types.float32, 1, "C")
-    return kind(types.int64, types.int64), _lowered(lambda e: _view(e, kind, e.arguments[0], e.arguments[1:]))
+    kind, view = _array(types.float32, 1)
+    return kind(types.int64, types.int64), view
 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def tile_at(_context: Any, address: Any, rows: Any, columns: Any) -> Any:
     """float32 [rows, columns] at an address."""
-    kind = types.Array(types.float32, 2, "C")
-    signature = kind(types.int64, types.int64, types.int64)
-    return signature, _lowered(lambda e: _view(e, kind, e.arguments[0], e.arguments[1:]))
+    kind, view = _array(types.float32, 2)
+    return kind(types.int64, types.int64, types.int64), view
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def panels_at(_context: Any, address: Any, count: Any, rows: Any, columns: Any) -> Any:
+    """float32 [count, rows, columns] at an address."""
+    kind, view = _array(types.float32, 3)
+    return kind(*[types.int64] * 4), view
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def ints_at(_context: Any, address: Any, count: Any) -> Any:
+    """int32 [count] at an address."""
+    kind, view = _array(types.int32, 1)
+    return kind(types.int64, types.int64), view
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def longs_at(_context: Any, address: Any, rows: Any, columns: Any) -> Any:
+    """int64 [rows, columns] at an address."""
+    kind, view = _array(types.int64, 2)
+    return kind(types.int64, types.int64, types.int64), view
 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def address_of(_context: Any, array: Any) -> Any:
     """Address of the first element, int64. The caller keeps the array alive."""
     return types.int64(array), _lowered(lambda e: e.builder.ptrtoint(e.array(0).data, _i64))
+
+
+def _call(e: _Emitter) -> None:
+    b = e.builder
+    pointers = [b.inttoptr(address, _i8.as_pointer()) for address in e.arguments[1:]]
+    kind = ir.FunctionType(ir.VoidType(), [_i8.as_pointer()] * len(pointers))
+    b.call(b.inttoptr(e.arguments[0], kind.as_pointer()), pointers)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def call_reader(_context: Any, function: Any, slab: Any, tile: Any, row_scale: Any, row_zero: Any, channel_scale: Any, channel_zero: Any) -> Any:  # noqa: PLR0913
+    """Call a tile reader (`kvarto.jit.compile_reader`) by its address, with the addresses of its arrays."""
+    return types.void(*[types.int64] * 7), _lowered(_call)
 
 
 def _prefetch(e: _Emitter) -> None:
@@ -365,7 +398,27 @@ def prefetch(_context: Any, address: Any, nbytes: Any) -> Any:
     return types.void(types.int64, types.int64), _lowered(_prefetch)
 
 
+def _fetch_add(e: _Emitter) -> Any:
+    place = e.builder.inttoptr(e.arguments[0], _i64.as_pointer())
+    return e.builder.atomic_rmw("add", place, _int(1), "acq_rel")
+
+
 @intrinsic  # type: ignore[untyped-decorator]
-def fetch_add(_context: Any, counter: Any) -> Any:
-    """counter[0] += 1 in one piece, int64 [1]; returns what it was. So threads take items as they get free."""
-    return types.int64(counter), _lowered(lambda e: e.builder.atomic_rmw("add", e.array(0).data, _int(1), "monotonic"))
+def fetch_add(_context: Any, address: Any) -> Any:
+    """Add 1 to the int64 at an address, in one piece; returns what it was. What a thread wrote before is seen by those that count after it."""
+    return types.int64(types.int64), _lowered(_fetch_add)
+
+
+# ---- numbers -------------------------------------------------------------------------------------------------------
+
+
+def _power_of_two(e: _Emitter) -> Any:
+    b = e.builder
+    exponent = b.add(b.fptosi(e.arguments[0], _i32), ir.Constant(_i32, 127))
+    return b.bitcast(b.shl(exponent, ir.Constant(_i32, 23)), _f32)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def power_of_two(_context: Any, n: Any) -> Any:
+    """2^n for a whole float32 n from -126 to 127; a loop around it becomes vectors."""
+    return types.float32(types.float32), _lowered(_power_of_two)

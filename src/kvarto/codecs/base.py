@@ -66,7 +66,7 @@ class Codec(ABC):
         return y
 
     def numba_reader(self, layout: SlabLayout) -> Reader | None:
-        """A plain function with the signature of `kvarto.jit.reader_signature`, to be compiled; None if there is none."""
+        """A plain function for `kvarto.jit.compile_reader`; None if there is none."""
         return None
 
     def refuses(self, side: Side, page_tokens: int, dim: int) -> str | None:

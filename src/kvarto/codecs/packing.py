@@ -13,10 +13,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from kvarto.jit import inlined, torch
+from kvarto.jit import available, inlined, torch
 from kvarto.layout import FieldSpec
+
+if available("numba"):
+    from kvarto.simd import unpack_codes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,33 +67,4 @@ def _unpack_plane(plane: Tensor, width: int) -> Tensor:
 @inlined
 def unpack_tile(slab, low, high, bits, tile):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
     """Compiled twin of `unpack`: codes at byte `low` (and their third bits at byte `high`) of slab uint8 [n] into tile float32 [rows, columns]."""
-    rows, columns = tile.shape
-    if bits == 8:
-        for row in range(rows):
-            for j in range(columns):
-                tile[row, j] = np.float32(slab[low + row * columns + j])
-    elif bits == 4:
-        half = columns // 2
-        for row in range(rows):
-            base = low + row * half
-            for j in range(half):
-                byte = slab[base + j]
-                tile[row, j] = np.float32(byte & 15)
-                tile[row, half + j] = np.float32(byte >> 4)
-    else:
-        quarter = columns // 4
-        for row in range(rows):
-            base = low + row * quarter
-            for j in range(quarter):
-                byte = slab[base + j]
-                tile[row, j] = np.float32(byte & 3)
-                tile[row, quarter + j] = np.float32((byte >> 2) & 3)
-                tile[row, 2 * quarter + j] = np.float32((byte >> 4) & 3)
-                tile[row, 3 * quarter + j] = np.float32(byte >> 6)
-        if bits == 3:
-            eighth = columns // 8
-            for row in range(rows):
-                base = high + row * eighth
-                for part in range(8):
-                    for j in range(eighth):
-                        tile[row, part * eighth + j] += np.float32(((slab[base + j] >> part) & 1) * 4)
+    unpack_codes(slab, low, high, bits, tile)

@@ -1,5 +1,7 @@
 """What the compiled CPU kernels share: where pages lie, which slots a query sees, and an exponential that fits a vector.
 
+Scores are kept in units of log 2, so that a probability is a power of two and needs no careful reduction of its argument.
+
 Everything here is called from compiled code (numba_kernel.py). Numbers are float32 throughout: a float64 constant would widen a loop.
 """
 
@@ -10,20 +12,27 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvarto.jit import inlined
-from kvarto.simd import bits_to_float, bytes_at, prefetch, tile_at
+from kvarto.simd import address_of, call_reader, power_of_two, prefetch
 
-INFINITY = np.float32(np.inf)
-_LINE = 64
+LOG2_E = 1.4426950408889634
 
 
-class Pool(NamedTuple):
-    """Where slabs lie: address of page 0, bytes from page to page, bytes of a K and of a V slab; S."""
-
-    address: int
-    page_stride: int
-    k_nbytes: int
-    v_nbytes: int
-    page_tokens: int
+JOB = np.dtype(
+    [(name, np.int64) for name in (
+        # addresses of q [T, Hq, Dk], out [T, Hq, Dv], lse [T, Hq], table [B, N], start [B + 1], position [B], page 0, the tile readers
+        "q", "out", "lse", "table", "start", "position", "pages", "read_k", "read_v",
+        # bytes from page to page, of a K slab and of a V slab
+        "page_stride", "k_nbytes", "v_nbytes",
+        # shapes
+        "B", "N", "Hkv", "R", "S", "Dk", "Dv",
+        # the rule; -1 for no sliding window
+        "sink_pages", "window_pages", "sliding_tokens", "raw",
+        # what the plan counted, and the addresses of what it and the threads write (numba_kernel.py)
+        "tile_count", "split_count", "partial_rows", "most_rows", "tiles", "splits", "partials", "counters",
+    )]
+    + [("scale", np.float64), ("softcap", np.float64)]  # 0 for no softcap
+)  # fmt: skip
+"""One launch: everything that the compiled code is told."""
 
 
 class Tile(NamedTuple):
@@ -33,14 +42,6 @@ class Tile(NamedTuple):
     first_query: int
     count: int
     position: int
-
-
-class Scoring(NamedTuple):
-    """How scores are made of q.k. `softcap` 0 and `sliding_tokens` -1 mean none."""
-
-    scale: Any
-    softcap: Any
-    sliding_tokens: int
 
 
 class Terms(NamedTuple):
@@ -53,23 +54,37 @@ class Terms(NamedTuple):
 
 
 @inlined
-def k_slab(pool, page, head):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
-    """The K slab of a head, uint8 [k_nbytes]."""
-    return bytes_at(pool.address + page * pool.page_stride + head * (pool.k_nbytes + pool.v_nbytes), pool.k_nbytes)
+def read_k(job, page, head, tile, terms):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """Unpack the K slab of a head: tile [S, Dk] and its terms."""
+    call(job.read_k, job.pages + page * job.page_stride + head * (job.k_nbytes + job.v_nbytes), tile, terms)
 
 
 @inlined
-def v_slab(pool, page, head):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
-    """The V slab of a head, uint8 [v_nbytes]."""
-    return bytes_at(pool.address + page * pool.page_stride + head * (pool.k_nbytes + pool.v_nbytes) + pool.k_nbytes, pool.v_nbytes)
+def read_v(job, page, head, tile, terms):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """Unpack the V slab of a head: tile [Dv, S] and its terms."""
+    call(job.read_v, job.pages + page * job.page_stride + head * (job.k_nbytes + job.v_nbytes) + job.k_nbytes, tile, terms)
 
 
 @inlined
-def ask_for(pool, page, head):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+def call(reader, slab, tile, terms):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """Call a tile reader."""
+    call_reader(
+        reader,
+        slab,
+        address_of(tile),
+        address_of(terms.row_scale),
+        address_of(terms.row_zero),
+        address_of(terms.channel_scale),
+        address_of(terms.channel_zero),
+    )
+
+
+@inlined
+def ask_for(job, page, head):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
     """Prefetch both slabs of a head; page -1 is none."""
     if page >= 0:
-        pair = pool.k_nbytes + pool.v_nbytes
-        prefetch(pool.address + page * pool.page_stride + head * pair, pair)
+        pair = job.k_nbytes + job.v_nbytes
+        prefetch(job.pages + page * job.page_stride + head * pair, pair)
 
 
 @inlined
@@ -87,7 +102,7 @@ def end_seen(position, page, page_tokens):  # type: ignore[no-untyped-def]  # no
 
 
 @inlined
-def hide(tile, terms, first, end):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+def hide(tile, first, end):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
     """Zero the slots of a V tile [Dv, S] outside first .. end, which may hold anything: a probability of 0 times NaN is NaN."""
     channels, slots = tile.shape
     for d in range(channels):
@@ -98,27 +113,26 @@ def hide(tile, terms, first, end):  # type: ignore[no-untyped-def]  # noqa: ANN0
 
 
 @inlined
-def exp(x):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
-    """e^x for x <= 0, within 3e-7 of it; 0 below -87 and NaN for NaN. Cephes' polynomial, in operations that LLVM turns into vectors."""
-    y = max(x, np.float32(-87))
-    n = np.float32(np.floor(y * np.float32(1.4426950408889634) + np.float32(0.5)))
-    r = y - n * np.float32(0.693359375) + n * np.float32(2.12194440e-4)
-    p = np.float32(1.9875691500e-4)
-    p = p * r + np.float32(1.3981999507e-3)
-    p = p * r + np.float32(8.3334519073e-3)
-    p = p * r + np.float32(4.1665795894e-2)
-    p = p * r + np.float32(1.6666665459e-1)
-    p = p * r + np.float32(5.0000001201e-1)
-    p = p * r * r + r + np.float32(1)
-    p = p * bits_to_float(np.uint32((np.int32(n) + np.int32(127)) << np.int32(23)))
-    if x >= np.float32(-87):
+def exp2(x):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """2^x for x <= 0, within 3e-7 of it; 0 below -126 and NaN for NaN. Cephes' polynomial, in operations that LLVM turns into vectors."""
+    y = max(x, np.float32(-126))
+    n = np.float32(np.floor(y + np.float32(0.5)))
+    f = y - n
+    p = np.float32(1.535336188319500e-4)
+    p = p * f + np.float32(1.339887440266574e-3)
+    p = p * f + np.float32(9.618437357674640e-3)
+    p = p * f + np.float32(5.550332471162809e-2)
+    p = p * f + np.float32(2.402264791363012e-1)
+    p = p * f + np.float32(6.931472028550421e-1)
+    p = (p * f + np.float32(1)) * power_of_two(n)
+    if x >= np.float32(-126):
         return p
-    return np.float32(0) if x < np.float32(-87) else x
+    return np.float32(0) if x < np.float32(-126) else x
 
 
 @inlined
 def capped(score, softcap):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
-    """softcap * tanh(score / softcap), by `exp`; within 2e-7 * softcap of it."""
-    e = exp(np.float32(-2) * abs(score / softcap))
+    """softcap * tanh(score / softcap), within 2e-7 * softcap of it."""
+    e = exp2(np.float32(-2 * LOG2_E) * abs(score / softcap))
     size = softcap * (np.float32(1) - e) / (np.float32(1) + e)
     return size if score >= np.float32(0) else -size

@@ -1,0 +1,1 @@
+"""kvarto inside other libraries: transformers (`kvarto.Cache`). Each needs its library, so nothing is imported here."""

@@ -1,0 +1,270 @@
+"""`kvarto.Cache`: quantized pages as the cache of a transformers model.
+
+    model.generate(**inputs, cache=kvarto.Cache(model, "int4"))
+
+A decoder layer hands its new keys and values to `Cache.update` and then calls the attention function with what it got back. Ours keeps them
+until that call, which brings the queries and the mask, and then lets PagedKV store and attend at once (`PagedKV.extend`). Tokens that the
+mask calls padding are not stored; everything transformers counts (`get_seq_length`, masks, positions, crop) is in columns, padding included.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import cache_utils
+
+from kvarto.attention import Footprint, LayerKV, LayerSpec, PagedKV
+from kvarto.errors import ShapeError, Unsupported, UsageError
+from kvarto.formats import Format, Policy, parse_policy
+from kvarto.integrations.interface import Columns, attach, mark
+from kvarto.integrations.quirks import OPTIONS, plan_layers, refuse
+
+_START_AGAIN = "call cache.reset() and start again"
+
+
+@dataclass(frozen=True)
+class _Padding:
+    """What a mask knows. columns bool [B, past + T], False for padding; valid: its new columns [B, T], or None if none is padding."""
+
+    cache: Cache
+    columns: Tensor
+    valid: Tensor | None
+
+
+class _Layer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
+    """One attention layer of a Cache: `index` counts among the layers that cache keys and values."""
+
+    is_compileable = False
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, cache: Cache, index: int) -> None:
+        super().__init__()
+        self.cache, self.index, self.columns = cache, index, 0
+        self.is_sliding = self.paged.spec.sliding_tokens is not None
+        self._new: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def paged(self) -> LayerKV:
+        """The pages behind this layer."""
+        return self.cache.kv.layers[self.index]
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Check the first keys and values, [B, Hkv, T, D], against what the model's config promised."""
+        geometry = self.paged.spec.geometry
+        for name, x, dim in (("keys", key_states, geometry.k_dim), ("values", value_states, geometry.v_dim)):
+            if (x.shape[1], x.shape[3]) != (geometry.heads, dim):
+                expected, got = f"[B, {geometry.heads}, T, {dim}] as in the model's config", tuple(x.shape)
+                raise ShapeError(f"{name} of layer {self.index}", expected, got, "use the model's own cache")
+            if x.dtype != self.paged.dtype or x.device != self.paged.sealed.pages.device:
+                expected = f"{self.paged.dtype} on {self.paged.sealed.pages.device}"
+                remedy = "make the cache after moving the model, and load the model in that dtype instead of using autocast"
+                raise ShapeError(f"{name} of layer {self.index}", expected, f"{x.dtype} on {x.device}", remedy)
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Keep the new keys and values until attention is called; they come back as they are, the keys marked with this layer."""
+        self.cache.expect_attended()
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self._new, self.cache.waiting = (key_states, value_states), self
+        return mark(key_states, self), value_states
+
+    def attend(self, module: Any, query: Tensor, value: Tensor, padding: _Padding | None, options: dict[str, Any]) -> Tensor:
+        """query [B, Hq, T, Dk] to [B, T, Hq, Dv]; the keys are those of the last `update`, and so must value [B, Hkv, T, Dv] be."""
+        name = type(module).__name__
+        new, self._new, self.cache.waiting = self._new, None, None
+        if new is None or value is not new[1]:
+            raise Unsupported(f"{name} attends twice, or to altered values; use the model's own cache")
+        if padding is None or padding.cache is not self.cache:
+            raise Unsupported(f"{name} attends with a mask that transformers did not make for this cache; pass a 2D attention_mask or none")
+        _check_options(module, self.paged.spec, query, options)
+        out = self.cache.kv.extend(
+            self.index, query, *new, padding.valid,
+            scale=query.shape[-1] ** -0.5 if options.get("scaling") is None else options["scaling"],
+            softcap=options.get("softcap"), sinks=options.get("s_aux"),
+        )  # fmt: skip
+        self.columns += query.shape[2]
+        self.cache.columns = padding.columns
+        return out.transpose(1, 2).contiguous()
+
+    def get_seq_length(self) -> int:
+        """Columns held, padding included."""
+        return self.columns
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(columns that a mask covers, 0): all of them, on sliding layers too, because the kernel hides what is behind the window."""
+        return self.columns + query_length, 0
+
+    def get_max_length(self) -> int:
+        """No maximum."""
+        return -1
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """See `Cache.crop`, which has checked that it can be done."""
+        self.paged.crop(-tokens_to_remove)
+        self.columns += tokens_to_remove
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """See `Cache.reorder_cache`."""
+        self.paged.reorder(beam_idx.tolist())
+
+    def reset(self) -> None:
+        """See `Cache.reset`."""
+        self.paged.clear()
+        self.columns, self._new = 0, None
+
+
+class Cache(cache_utils.Cache):  # type: ignore[misc]
+    """A cache for `model.generate(..., cache=...)` or `model(..., cache=...)` that keeps K and V in quantized pages.
+
+    policy   a format as text ("int4", "int8/int4+window256", "int4+skip=0,-1"), a Format or a Policy; `skip` counts the layers that cache
+    kernel   a kernel's name, or None for the best one
+
+    Raises Unsupported with the reason for a model that cannot use it; then the model is as it was. The model is attached (`interface.attach`):
+    with any other cache, or none, it computes what it computed before. For inference only.
+    """
+
+    def __init__(self, model: Any, policy: str | Format | Policy, *, kernel: str | None = None) -> None:
+        refuse(model)
+        planned = plan_layers(model.config.get_text_config(decoder=True))
+        specs = [layer for layer in planned if isinstance(layer, LayerSpec)]
+        self.kv = PagedKV(specs, _policy(policy), dtype=model.dtype, device=model.device, kernel=kernel)
+        self.columns: Tensor | None = None
+        self.waiting: _Layer | None = None
+        indices = iter(range(len(specs)))
+        super().__init__(
+            layers=[_Layer(self, next(indices)) if isinstance(layer, LayerSpec) else layer for layer in planned]
+        )
+        attach(model)
+
+    def __repr__(self) -> str:
+        return f"kvarto.Cache({self.policy}, {len(self.kv.layers)} layers, {self.get_seq_length()} columns)"
+
+    # ---- reports ---------------------------------------------------------------------------------------------------
+
+    @property
+    def policy(self) -> Policy:
+        """What was asked for, parsed."""
+        return self.kv.policy
+
+    @property
+    def format(self) -> Format:
+        """The format of all layers that are not skipped."""
+        return self.kv.policy.format
+
+    @property
+    def kernel_names(self) -> str:
+        """The kernels really used."""
+        return self.kv.kernel_names
+
+    def footprint(self) -> Footprint:
+        """Bytes of keys and values, in use and allocated; recurrent states of hybrid models are transformers' and not counted."""
+        return self.kv.footprint()
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences held, or -1 before the first token."""
+        return -1 if self.columns is None else self.columns.shape[0]
+
+    # ---- masks -----------------------------------------------------------------------------------------------------
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """As `_Layer.get_mask_sizes`; the number of columns carries this cache to the mask function."""
+        columns, offset = super().get_mask_sizes(query_length, layer_idx)
+        return Columns(columns, self), offset
+
+    def padding_mask(self, sequences: int, tokens: int, attention_mask: Tensor | None, device: torch.device) -> Tensor:
+        """A marked bool mask [B, 1, 1, past + T], False for padding, from attention_mask [B, past + T] or None if there is no padding."""
+        self.expect_attended()
+        held = self._held()
+        shape = (sequences, held + tokens)
+        columns = torch.ones(shape, dtype=torch.bool, device=device) if attention_mask is None else attention_mask.bool()
+        if tuple(columns.shape) != shape:
+            raise ShapeError("attention_mask", f"[B, past + T] = {shape}", tuple(columns.shape), "it covers cached columns too")
+        if self.columns is not None and not torch.equal(columns[:, :held], self.columns):
+            raise UsageError("attention_mask", f"the padding that the {held} cached columns were stored with", "another", _START_AGAIN)
+        valid = columns[:, held:]
+        return mark(columns[:, None, None], _Padding(self, columns, None if bool(valid.all()) else valid))
+
+    def expect_attended(self) -> None:
+        """Raise Unsupported if a layer's keys never reached kvarto's attention function."""
+        if self.waiting is not None:
+            reason = f"the keys of layer {self.waiting.index} never reached kvarto's attention function"
+            raise Unsupported(f"{reason}; if model.set_attn_implementation was called since, make a new cache")
+
+    def _held(self) -> int:
+        """Columns that every layer holds."""
+        held = {layer.columns for layer in self.layers if isinstance(layer, _Layer)}
+        if len(held) > 1:
+            raise Unsupported(f"the last forward pass broke off between layers, which hold {sorted(held)} columns; {_START_AGAIN}")
+        return held.pop()
+
+    # ---- sequences -------------------------------------------------------------------------------------------------
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take the last -tokens_to_remove columns back, 0 for none. Raises Unsupported if that reaches further than one page boundary."""
+        if tokens_to_remove > 0:
+            raise UsageError("tokens_to_remove", "0 or a negative number", tokens_to_remove)
+        self.expect_attended()
+        self._held()
+        if tokens_to_remove < 0:
+            self._check_crop(-tokens_to_remove)
+            self.columns = None if self.columns is None else self.columns[:, :tokens_to_remove]
+        super().crop(tokens_to_remove)
+
+    def _check_crop(self, tokens: int) -> None:
+        if not self.is_croppable:
+            raise Unsupported(f"crop of {tokens} tokens: a recurrent state cannot be taken back; prefill the sequence again")
+        if self.columns is not None and not bool(self.columns[:, -tokens:].all()):
+            raise Unsupported(f"crop of {tokens} tokens: some of them are padding; prefill the sequences again")
+        for layer in self.kv.layers:
+            if reason := layer.why_not_crop(tokens):
+                raise Unsupported(f"crop of {tokens} tokens: {reason}; prefill the sequence again")
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Sequence i becomes what sequence beam_idx[i] was; int64 [B], B may change. Pages are shared, not copied."""
+        self.expect_attended()
+        if self.columns is not None:
+            self.columns = self.columns[beam_idx.to(self.columns.device)]
+            super().reorder_cache(beam_idx.cpu())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each sequence becomes `repeats` sequences, next to each other."""
+        self.reorder_cache(torch.arange(max(self.batch_size, 0)).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these sequences, int64 [B] or bool [B]."""
+        self.reorder_cache(indices.nonzero().flatten() if indices.dtype == torch.bool else indices)
+
+    def reset(self) -> None:
+        """Forget every sequence; storage is kept for reuse."""
+        self.columns = self.waiting = None
+        super().reset()
+
+
+def _policy(policy: str | Format | Policy) -> Policy:
+    if isinstance(policy, Format):
+        return Policy(policy)
+    return policy if isinstance(policy, Policy) else parse_policy(policy)
+
+
+def _check_options(module: Any, spec: LayerSpec, query: Tensor, options: dict[str, Any]) -> None:
+    """Raise Unsupported if the attention function is asked for something that kvarto does not compute."""
+    name = type(module).__name__
+    for option, meaning in OPTIONS.items():
+        if options.get(option) is not None and options[option] is not False:
+            raise Unsupported(f"{name} asks for {meaning}; use the model's own cache")
+    if options.get("dropout"):
+        raise Unsupported(f"{name} asks for dropout; call model.eval()")
+    if query.requires_grad:
+        raise Unsupported(f"{name} wants gradients, and kvarto is for inference; call the model under torch.inference_mode()")
+    causal = options.get("is_causal")
+    if not (getattr(module, "is_causal", True) if causal is None else causal):
+        raise Unsupported(f"{name} attends in both directions; use the model's own cache")
+    if options.get("sliding_window") not in (None, spec.sliding_tokens):
+        told, expected = options["sliding_window"], spec.sliding_tokens
+        raise Unsupported(f"{name} asks for a window of {told} tokens, its config for {expected}; use the model's own cache")

@@ -1,0 +1,125 @@
+"""Conformance checks that anyone may call on a codec of their own: `check_codec(MyCodec(...))`.
+
+Each check raises AssertionError with what was expected. Our own tests run them over the registry, so a new codec file is checked by existing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvarto.binding import BoundCodec
+from kvarto.codecs import Codec
+from kvarto.jit import torch
+from kvarto.layout import PAGE_TOKENS, Side
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+DIMS = (64, 80, 96, 128, 256)
+
+
+def check_codec(codec: Codec, *, dims: tuple[int, ...] = DIMS, page_tokens: int = PAGE_TOKENS) -> None:
+    """Every check, for both sides and each head dimension that the codec does not refuse; it must take 64 or 128."""
+    taken = []
+    for side in Side:
+        for dim in dims:
+            if codec.refuses(side, page_tokens, dim) is None:
+                bound = BoundCodec(codec, codec.layout(side, page_tokens, dim))
+                check_layout(bound)
+                check_bytes_do_not_depend_on_batch(bound)
+                check_hard_groups(bound)
+                check_rotation(bound)
+                check_numba_reader(bound)
+                taken.append(dim)
+    assert {64, 128} & set(taken), f"{codec.name} refuses every usual head dimension"
+
+
+def check_layout(bound: BoundCodec) -> None:
+    """Fields lie one after another without overlap, aligned, and the slab is a whole number of 16-byte lines."""
+    layout, end = bound.layout, 0
+    for field in layout.fields:
+        assert field.offset >= end, f"{bound.codec.name}: field {field.name} overlaps the one before"
+        end = field.end
+    assert end <= layout.nbytes < end + 16, f"{bound.codec.name}: {layout.nbytes} bytes for fields that end at {end}"
+    assert layout.nbytes % 16 == 0
+
+
+def check_bytes_do_not_depend_on_batch(bound: BoundCodec) -> None:
+    """Sealing pages alone, together, or from a strided view gives the same bytes: path invariance rests on it."""
+    x = key_like((3, 2, bound.layout.page_tokens, bound.layout.dim), seed=1)
+    together = bound.encode(x)
+    assert together.dtype == torch.uint8
+    assert together.shape == (3, 2, bound.layout.nbytes)
+    for i in range(3):
+        assert torch.equal(bound.encode(x[i : i + 1])[0], together[i]), f"{bound.codec.name}: bytes depend on the batch"
+    strided = torch.stack([x, -x], dim=-1).transpose(0, 1)[..., 0].transpose(0, 1)
+    assert not strided.is_contiguous()
+    assert torch.equal(bound.encode(strided), together), f"{bound.codec.name}: bytes depend on strides"
+
+
+def check_hard_groups(bound: BoundCodec) -> None:
+    """Constant, zero, tiny, huge, one-outlier and biased slabs decode to finite numbers, off by no more than the range of their slab."""
+    tokens, dim = bound.layout.page_tokens, bound.layout.dim
+    zero = torch.zeros(1, tokens, dim)
+    outlier = zero.clone()
+    outlier[0, 3, 5] = 100.0
+    cases = {"zero": zero, "constant": zero + 3.7, "tiny": key_like((1, tokens, dim), seed=2) * 1e-6, "outlier": outlier,
+             "bias": key_like((1, tokens, dim), seed=3) + 300.0, "huge": key_like((1, tokens, dim), seed=4) * 1e4}  # fmt: skip
+    for name, x in cases.items():
+        decoded = bound.decode(bound.encode(x))
+        assert decoded.shape == x.shape
+        assert decoded.dtype == torch.float32
+        assert bool(torch.isfinite(decoded).all()), f"{bound.codec.name}: {name} slab decodes to NaN or infinity"
+        inside = x.abs() <= 400.0  # float8 at scale 1 clamps beyond 448; what saturates is counted, not bounded
+        reach = float(x.max() - x.min()) + 2.0**-4 * float(x.abs().max()) + 1e-6
+        assert float(((decoded - x).abs() * inside).max()) <= reach, f"{bound.codec.name}: {name} slab is off by more than its range"
+    beyond = zero + 1e30
+    assert bool(torch.isfinite(bound.decode(bound.encode(beyond))).all())
+    error = float((bound.decode(bound.encode(beyond)) - beyond).abs().max()) / 1e30
+    assert error < 0.01 or bound.codec.saturated(beyond) > 0, f"{bound.codec.name}: clamps without counting"
+
+
+def check_rotation(bound: BoundCodec) -> None:
+    """`rotate` preserves inner products and `unrotate` undoes it."""
+    x, y = key_like((5, bound.layout.dim), seed=5), key_like((5, bound.layout.dim), seed=6)
+    torch.testing.assert_close(bound.unrotate(bound.rotate(x)), x, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close((bound.rotate(x) * bound.rotate(y)).sum(-1), (x * y).sum(-1), rtol=1e-4, atol=1e-2)
+
+
+def check_numba_reader(bound: BoundCodec) -> None:
+    """The compiled tile and its terms equal `rotate(decode(...))`, from a slab whose neighbours are poisoned."""
+    if bound.numba is None:
+        return
+    layout = bound.layout
+    slab = bound.encode(key_like((1, layout.page_tokens, layout.dim), seed=7))
+    tile, terms = np.full(layout.tile_shape, np.nan, np.float32), _neutral_terms(layout.page_tokens, layout.dim)
+    bound.numba(slab[0].numpy(), tile, *terms)
+    row_scale, row_zero, channel_scale, channel_zero = terms
+    codes = tile if layout.side is Side.K else tile.T
+    got = codes * row_scale[:, None] * channel_scale + row_zero[:, None] + channel_zero
+    expected = bound.rotate(bound.decode(slab))[0]
+    torch.testing.assert_close(torch.from_numpy(got), expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+
+
+def key_like(shape: tuple[int, ...], seed: int) -> Tensor:
+    """Numbers of the scale of real keys, float32: unit noise, a token-independent bias, two channels with a bias of 200 and -120.
+
+    Made by integer arithmetic, so that every version of every library gives the same bits.
+    """
+    count = int(np.prod(shape))
+    state = (np.arange(count, dtype=np.uint64) + np.uint64(seed * 1_000_003)) * np.uint64(0x9E3779B97F4A7C15)
+    noise = np.zeros(count)
+    for _ in range(4):
+        state ^= state >> np.uint64(31)
+        state *= np.uint64(0xBF58476D1CE4E5B9)
+        noise += (state >> np.uint64(40)).astype(np.float64) / 2.0**24 - 0.5
+    x = (noise * np.sqrt(3.0)).reshape(shape)
+    bias = np.linspace(-2.0, 2.0, shape[-1])
+    bias[3], bias[shape[-1] // 2 + 3] = 200.0, -120.0
+    return torch.from_numpy((x + bias).astype(np.float32))
+
+
+def _neutral_terms(tokens: int, dim: int) -> list[np.ndarray[tuple[int], np.dtype[np.float32]]]:
+    return [np.full(count, value, np.float32) for count, value in ((tokens, 1), (tokens, 0), (dim, 1), (dim, 0))]

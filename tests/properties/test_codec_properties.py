@@ -1,0 +1,99 @@
+"""Round trips for any input: packing is exact, and every codec keeps the error bound that its docstring states."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torch")
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from torch import Tensor
+
+from kvarto.codecs import affine, registry
+from kvarto.codecs.base import halving_mean
+from kvarto.codecs.packing import pack, unpack
+from kvarto.layout import Side
+
+SETTINGS = settings(max_examples=60, deadline=None)
+FLOATS = st.floats(-60000, 60000, width=32, allow_nan=False, allow_infinity=False)
+SLABS = arrays(np.float32, (64, 8), elements=FLOATS, fill=FLOATS).map(lambda a: torch.from_numpy(a).repeat(1, 8))
+
+
+@SETTINGS
+@given(data=st.data(), bits=st.sampled_from([2, 3, 4, 8]), columns=st.sampled_from([8, 64, 80]))
+def test_packing_is_exact(data: st.DataObject, bits: int, columns: int) -> None:
+    codes = torch.from_numpy(data.draw(arrays(np.uint8, (2, 5, columns), elements=st.integers(0, 2**bits - 1))))
+    packed = pack(codes, bits)
+    assert sum(plane.numel() for plane in packed.values()) == codes.numel() * bits // 8
+    assert torch.equal(unpack(packed, bits), codes)
+
+
+@SETTINGS
+@given(x=SLABS)
+@pytest.mark.parametrize("name", ["int8", "kivi4", "kivi3", "kivi2", "kivi4-g32", "kivi2-g32"])
+@pytest.mark.parametrize("side", list(Side))
+def test_uniform_codes_are_within_half_a_step(name: str, side: Side, x: Tensor) -> None:
+    codec = registry[name]
+    layout = codec.layout(side, 64, 64)
+    error = (codec.decode(codec.encode(x, layout), layout) - x).abs()
+    axis, group = _group(name, side)
+    ranges = torch.cat([(part.amax(axis, keepdim=True) - part.amin(axis, keepdim=True)).expand_as(part) for part in x.split(group, axis)], axis)
+    # Half a step, the rounding of scale and zero to float16, and float16's smallest step.
+    bound = ranges / (2 ** int(codec.bits) - 1) * 0.5 * 1.002 + (x.abs().amax() + ranges) * 2.0**-10 + 1e-6
+    assert bool((error <= bound).all()), float((error - bound).max())
+
+
+def _group(name: str, side: Side) -> tuple[int, int]:
+    """(axis of [S, D], elements) that share a scale."""
+    if name == "int8":
+        return 1, 64
+    if side is Side.V:
+        return 1, 32
+    return 0, 32 if name.endswith("g32") else 64
+
+
+@SETTINGS
+@given(x=SLABS)
+@pytest.mark.parametrize(("name", "relative"), [("bf16", 2.0**-8), ("fp16", 2.0**-11), ("fp32", 0.0), ("fp8-token", 2.0**-4 + 2.0**-8)])
+def test_floats_are_within_their_relative_error(name: str, relative: float, x: Tensor) -> None:
+    codec = registry[name]
+    layout = codec.layout(Side.K, 64, 64)
+    error = (codec.decode(codec.encode(x, layout), layout) - x).abs()
+    smallest = {"fp8-token": 2.0**-9 * x.abs().amax(-1, keepdim=True) / 448, "fp16": torch.tensor(2.0**-25)}.get(name, torch.tensor(0.0))
+    assert bool((error <= relative * x.abs() + smallest + 1e-37).all())  # 1e-37: below float32's normal numbers all bets are off
+
+
+@SETTINGS
+@given(x=SLABS)
+@pytest.mark.parametrize("name", ["int4", "int3", "int2"])
+@pytest.mark.parametrize("side", list(Side))
+def test_ours_is_finite_and_within_the_slabs_reach(name: str, side: Side, x: Tensor) -> None:
+    codec = registry[name]
+    layout = codec.layout(side, 64, 64)
+    decoded = codec.decode(codec.encode(x, layout), layout)
+    assert bool(torch.isfinite(decoded).all())
+    reach = (x.amax() - x.amin()) * 64**0.5 + x.abs().amax() * 2.0**-9 + 1e-5
+    assert float((decoded - x).abs().max()) <= float(reach)
+
+
+@SETTINGS
+@given(lo=FLOATS, width=st.floats(0, 60000, width=32), levels=st.sampled_from([4, 8, 16, 256]))
+def test_fit_covers_the_range(lo: float, width: float, levels: int) -> None:
+    low, high = torch.tensor([lo]), torch.tensor([lo]) + width
+    scale, zero = affine.fit(low, high, levels)
+    assert bool(torch.isfinite(scale).all() & torch.isfinite(zero).all() & (scale >= 0).all())
+    top = zero.float() + scale.float() * (levels - 1)
+    assert float((top - high).abs()) <= 2.0**-10 * (width + abs(lo)) + 1e-4
+
+
+@SETTINGS
+@given(x=SLABS)
+def test_halving_mean_is_the_mean(x: Tensor) -> None:
+    expected = x.double().mean(0, keepdim=True)
+    assert torch.allclose(halving_mean(x, 0).double(), expected, atol=float(x.abs().max()) * 1e-5 + 1e-30)
+    odd = x[:37]
+    assert torch.allclose(halving_mean(odd, 0).double(), odd.double().mean(0, keepdim=True), atol=float(odd.abs().max()) * 1e-5 + 1e-30)
