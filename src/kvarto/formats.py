@@ -45,7 +45,9 @@ class Format:
         """The page of this format. Raises Unsupported if a codec cannot write the geometry."""
         for side, codec in ((Side.K, self.k), (Side.V, self.v)):
             if reason := codec.refuses(side, geometry.page_tokens, geometry.dim(side)):
-                raise Unsupported(f"format {self}: {side.upper()} codec {codec.name} cannot be used here: {reason}; choose another")
+                raise Unsupported(
+                    f"format {self}: {side.upper()} codec {codec.name} cannot be used here: {reason}; choose another"
+                )
         tokens = geometry.page_tokens
         return PageLayout(
             geometry,
@@ -91,7 +93,8 @@ def parse_policy(text: str) -> Policy:
         if part.startswith("skip="):
             skip = _layers(part.removeprefix("skip="), text)
         elif match := _PART.fullmatch(part):
-            chosen = replace(chosen, **{f"{match[1]}_tokens": int(match[2])})
+            tokens = int(match[2])
+            chosen = replace(chosen, sink_tokens=tokens) if match[1] == "sink" else replace(chosen, window_tokens=tokens)
         else:
             raise UsageError("format", _GRAMMAR, f"{part!r} in {text!r}")
     return Policy(chosen, skip)

@@ -21,7 +21,7 @@ from kvarto.errors import BackendUnavailable
 from kvarto.home import home
 
 if TYPE_CHECKING:
-    import torch as torch  # noqa: PLC0414  (re-exported for the type checker)
+    import torch as torch
 
     from kvarto.layout import SlabLayout
 
@@ -84,7 +84,7 @@ if available("numba"):
 
 
 @inlined
-def load_floats(slab, start, dtype, out):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+def load_floats(slab, start, dtype, out):  # type: ignore[no-untyped-def]
     """For compiled readers: `out.size` numbers of `dtype` ("float16", "bfloat16", "float32") at byte `start` of slab, into float32 out [n]."""
     count = out.size
     if dtype == "float16":
@@ -102,7 +102,7 @@ def load_floats(slab, start, dtype, out):  # type: ignore[no-untyped-def]  # noq
 
 
 @inlined
-def load_fp8(slab, start, e5m2, tile):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+def load_fp8(slab, start, e5m2, tile):  # type: ignore[no-untyped-def]
     """For compiled readers: float8 numbers at byte `start` of slab, into float32 tile [rows, columns]. Exact, subnormals included.
 
     Both float8 types go through binary16, whose conversion is one instruction and ignores flush-to-zero modes: e5m2 is its upper byte, and
@@ -118,7 +118,7 @@ def load_fp8(slab, start, e5m2, tile):  # type: ignore[no-untyped-def]  # noqa: 
 
 
 @inlined
-def scale_floats(slab, scale_at, zero_at, out):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+def scale_floats(slab, scale_at, zero_at, out):  # type: ignore[no-untyped-def]
     """For compiled readers: out[i] = out[i] * scale[i] + zero[i], with float16 scales and zeros at those bytes of slab; out float32 [n]."""
     count = out.size
     scales = slab[scale_at : scale_at + 2 * count].view(np.uint16)
@@ -151,7 +151,7 @@ def compile_reader(function: Callable[..., None], layout: SlabLayout) -> Compile
     read, carray, types = inlined(function), numba.carray, numba.types
     nbytes, tile_shape, S, D = (layout.nbytes,), layout.tile_shape, (layout.page_tokens,), (layout.dim,)
 
-    def read_at(slab, tile, row_scale, row_zero, channel_scale, channel_zero):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    def read_at(slab, tile, row_scale, row_zero, channel_scale, channel_zero):  # type: ignore[no-untyped-def]
         read(
             carray(slab, nbytes),
             carray(tile, tile_shape),

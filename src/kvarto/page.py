@@ -53,18 +53,28 @@ class Page:
         Raises BadMagic, UnsupportedVersion, PageMismatch (size, geometry) or ChecksumMismatch; each says what was expected and what was found.
         """
         if len(data) < HEADER_BYTES or data[:4] != MAGIC:
-            raise BadMagic(f"page: expected {MAGIC!r} and a header of {HEADER_BYTES} bytes, got {data[:4]!r} and {len(data)} bytes")
-        _, version, k_version, v_version, k_name, v_name, tokens, heads, k_dim, v_dim, nbytes, digest = _HEADER.unpack_from(data)
+            raise BadMagic(
+                f"page: expected {MAGIC!r} and a header of {HEADER_BYTES} bytes, got {data[:4]!r} and {len(data)} bytes"
+            )
+        _, version, k_version, v_version, k_name, v_name, tokens, heads, k_dim, v_dim, nbytes, digest = (
+            _HEADER.unpack_from(data)
+        )
         if version != FORMAT_VERSION:
-            raise UnsupportedVersion(f"page: expected format version {FORMAT_VERSION}, got {version}; read it with the kvarto that wrote it")
+            raise UnsupportedVersion(
+                f"page: expected format version {FORMAT_VERSION}, got {version}; read it with the kvarto that wrote it"
+            )
         if len(data) - HEADER_BYTES != nbytes:
             raise PageMismatch("payload bytes", nbytes, len(data) - HEADER_BYTES)
         # The digest is checked before anything else in the header is believed.
         stated = data[: HEADER_BYTES - _DIGEST_BYTES]
         if _digest(stated, data[HEADER_BYTES:]) != digest:
-            raise ChecksumMismatch("page: expected the digest in its header, got another; its bytes changed after sealing, fetch or compute it again")
+            raise ChecksumMismatch(
+                "page: expected the digest in its header, got another; its bytes changed after sealing, fetch or compute it again"
+            )
         page_geometry = Geometry(heads, k_dim, v_dim, tokens)
-        return cls(CodecId(_text(k_name), k_version), CodecId(_text(v_name), v_version), page_geometry, data[HEADER_BYTES:])
+        return cls(
+            CodecId(_text(k_name), k_version), CodecId(_text(v_name), v_version), page_geometry, data[HEADER_BYTES:]
+        )
 
     def expect(self, k_codec: CodecId, v_codec: CodecId, geometry: Geometry, nbytes: int) -> Page:
         """This page, if it is one of the given codecs, geometry and payload size.

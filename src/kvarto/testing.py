@@ -74,7 +74,9 @@ def check_hard_groups(bound: BoundCodec) -> None:
         assert bool(torch.isfinite(decoded).all()), f"{bound.codec.name}: {name} slab decodes to NaN or infinity"
         inside = x.abs() <= 400.0  # float8 at scale 1 clamps beyond 448; what saturates is counted, not bounded
         reach = float(x.max() - x.min()) + 2.0**-4 * float(x.abs().max()) + 1e-6
-        assert float(((decoded - x).abs() * inside).max()) <= reach, f"{bound.codec.name}: {name} slab is off by more than its range"
+        assert float(((decoded - x).abs() * inside).max()) <= reach, (
+            f"{bound.codec.name}: {name} slab is off by more than its range"
+        )
     beyond = zero + 1e30
     assert bool(torch.isfinite(bound.decode(bound.encode(beyond))).all())
     error = float((bound.decode(bound.encode(beyond)) - beyond).abs().max()) / 1e30

@@ -33,7 +33,9 @@ def test_golden_page(name: str) -> None:
     layout = Format(codec, codec).layout(write.GEOMETRY)
     identity = CodecId(name, codec.version)
     page.expect(identity, identity, write.GEOMETRY, layout.nbytes)
-    assert page == write.seal(name), "the same input no longer gives the same bytes: raise the codec's version and write an ADR"
+    assert page == write.seal(name), (
+        "the same input no longer gives the same bytes: raise the codec's version and write an ADR"
+    )
     payload = torch.frombuffer(bytearray(page.payload), dtype=torch.uint8).view(1, 1, -1)
     k = BoundCodec(codec, layout.k).decode(payload[..., : layout.k.nbytes])
     error = (k - key_like((1, 1, 64, 64), seed=42)).abs()

@@ -27,7 +27,11 @@ def seal(name: str) -> Page:
     """The golden input, sealed by the codec called `name` through the whole cache."""
     device = torch.device("cpu")
     layer = LayerKV(
-        LayerSpec(GEOMETRY), Format(registry[name], registry[name]), OpenPages(torch.float32, device), device=device, kernel="reference"
+        LayerSpec(GEOMETRY),
+        Format(registry[name], registry[name]),
+        OpenPages(torch.float32, device),
+        device=device,
+        kernel="reference",
     )
     layer.append(key_like((1, 1, 64, 64), seed=42), key_like((1, 1, 64, 64), seed=43) / 50)
     return layer.sealed_page(0, 0)

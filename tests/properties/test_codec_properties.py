@@ -41,7 +41,13 @@ def test_uniform_codes_are_within_half_a_step(name: str, side: Side, x: Tensor) 
     layout = codec.layout(side, 64, 64)
     error = (codec.decode(codec.encode(x, layout), layout) - x).abs()
     axis, group = _group(name, side)
-    ranges = torch.cat([(part.amax(axis, keepdim=True) - part.amin(axis, keepdim=True)).expand_as(part) for part in x.split(group, axis)], axis)
+    ranges = torch.cat(
+        [
+            (part.amax(axis, keepdim=True) - part.amin(axis, keepdim=True)).expand_as(part)
+            for part in x.split(group, axis)
+        ],
+        axis,
+    )
     # Half a step, the rounding of scale and zero to float16, and float16's smallest step.
     bound = ranges / (2 ** int(codec.bits) - 1) * 0.5 * 1.002 + (x.abs().amax() + ranges) * 2.0**-10 + 1e-6
     assert bool((error <= bound).all()), float((error - bound).max())
@@ -58,13 +64,19 @@ def _group(name: str, side: Side) -> tuple[int, int]:
 
 @SETTINGS
 @given(x=SLABS)
-@pytest.mark.parametrize(("name", "relative"), [("bf16", 2.0**-8), ("fp16", 2.0**-11), ("fp32", 0.0), ("fp8-token", 2.0**-4 + 2.0**-8)])
+@pytest.mark.parametrize(
+    ("name", "relative"), [("bf16", 2.0**-8), ("fp16", 2.0**-11), ("fp32", 0.0), ("fp8-token", 2.0**-4 + 2.0**-8)]
+)
 def test_floats_are_within_their_relative_error(name: str, relative: float, x: Tensor) -> None:
     codec = registry[name]
     layout = codec.layout(Side.K, 64, 64)
     error = (codec.decode(codec.encode(x, layout), layout) - x).abs()
-    smallest = {"fp8-token": 2.0**-9 * x.abs().amax(-1, keepdim=True) / 448, "fp16": torch.tensor(2.0**-25)}.get(name, torch.tensor(0.0))
-    assert bool((error <= relative * x.abs() + smallest + 1e-37).all())  # 1e-37: below float32's normal numbers all bets are off
+    smallest = {"fp8-token": 2.0**-9 * x.abs().amax(-1, keepdim=True) / 448, "fp16": torch.tensor(2.0**-25)}.get(
+        name, torch.tensor(0.0)
+    )
+    assert bool(
+        (error <= relative * x.abs() + smallest + 1e-37).all()
+    )  # 1e-37: below float32's normal numbers all bets are off
 
 
 @SETTINGS
@@ -96,4 +108,6 @@ def test_halving_mean_is_the_mean(x: Tensor) -> None:
     expected = x.double().mean(0, keepdim=True)
     assert torch.allclose(halving_mean(x, 0).double(), expected, atol=float(x.abs().max()) * 1e-5 + 1e-30)
     odd = x[:37]
-    assert torch.allclose(halving_mean(odd, 0).double(), odd.double().mean(0, keepdim=True), atol=float(odd.abs().max()) * 1e-5 + 1e-30)
+    assert torch.allclose(
+        halving_mean(odd, 0).double(), odd.double().mean(0, keepdim=True), atol=float(odd.abs().max()) * 1e-5 + 1e-30
+    )

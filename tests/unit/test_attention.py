@@ -25,7 +25,14 @@ def tensors(tokens: int, rows: int = 2, dim: int = DIM) -> tuple[Tensor, Tensor,
     return q, key_like((rows, HEADS, tokens, dim), seed=2), key_like((rows, HEADS, tokens, dim), seed=3) % 1.0
 
 
-def cache(policy: str, *, sliding: int | None = None, layers: int = 1, dtype: torch.dtype = torch.float32, kernel: str | None = None) -> PagedKV:
+def cache(
+    policy: str,
+    *,
+    sliding: int | None = None,
+    layers: int = 1,
+    dtype: torch.dtype = torch.float32,
+    kernel: str | None = None,
+) -> PagedKV:
     spec = LayerSpec(Geometry(HEADS, DIM, DIM), sliding)
     return PagedKV([spec] * layers, parse_policy(policy), dtype=dtype, kernel=kernel)
 
@@ -110,7 +117,9 @@ def test_extend_does_not_depend_on_where_runs_are_cut(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("policy", ["int4", "int8", "int4+window64", "kivi2+sink0"])
-@pytest.mark.parametrize(("length", "back"), [(150, 5), (150, 22), (150, 23), (150, 80), (128, 1), (129, 1), (129, 60), (192, 64)])
+@pytest.mark.parametrize(
+    ("length", "back"), [(150, 5), (150, 22), (150, 23), (150, 80), (128, 1), (129, 1), (129, 60), (192, 64)]
+)
 def test_crop_and_go_on_equals_never_having_been_there(policy: str, length: int, back: int) -> None:
     q, k, v = tensors(220)
     kv, straight = cache(policy), cache(policy)
@@ -129,7 +138,9 @@ def test_crop_beyond_the_last_sealed_page_is_refused_and_changes_nothing() -> No
     kv.append(1, k, v)
     kv.attend(1, q, scale=SCALE)
     before = pages(kv)
-    with pytest.raises(Unsupported, match="crop of 100 tokens: page 1 is sealed and its raw values are gone; at most 72 tokens"):
+    with pytest.raises(
+        Unsupported, match="crop of 100 tokens: page 1 is sealed and its raw values are gone; at most 72 tokens"
+    ):
         kv.crop(100)
     with pytest.raises(Unsupported, match="only 200 tokens are held"):
         kv.crop(201)
@@ -210,7 +221,9 @@ def test_kernel_is_what_was_asked_for_or_an_error() -> None:
     with pytest.raises(UnknownName, match="kernel: expected one of numba, reference, got 'cuda'"):
         cache("int4", kernel="cuda")
     with pytest.raises(BackendUnavailable, match="kernel numba is not available"):
-        PagedKV([LayerSpec(Geometry(1, 64, 64))], parse_policy("int4"), dtype=torch.float32, device="meta", kernel="numba")
+        PagedKV(
+            [LayerSpec(Geometry(1, 64, 64))], parse_policy("int4"), dtype=torch.float32, device="meta", kernel="numba"
+        )
 
 
 def test_skipped_layers_keep_the_models_dtype() -> None:

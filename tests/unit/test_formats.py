@@ -7,7 +7,10 @@ from kvarto.formats import parse_format, parse_policy, raw_format
 from kvarto.layout import Geometry
 
 
-@pytest.mark.parametrize("text", ["int4", "int8/int4", "fp8", "bf16", "int4+sink0", "int4+sink128+window256", "kivi2/fp8", "int4+skip=0,1,-1"])
+@pytest.mark.parametrize(
+    "text",
+    ["int4", "int8/int4", "fp8", "bf16", "int4+sink0", "int4+sink128+window256", "kivi2/fp8", "int4+skip=0,1,-1"],
+)
 def test_text_round_trips(text: str) -> None:
     assert str(parse_policy(text)) == text
 
@@ -59,6 +62,9 @@ def test_raw_format_of_other_dtypes_is_refused() -> None:
         raw_format("float64")
 
 
-@pytest.mark.parametrize(("text", "bits"), [("bf16", 16.0), ("int8", 8.25), ("int4", 4.375), ("kivi4-g32", 5.0), ("kivi2-g32", 3.0), ("fp8-token", 8.125)])
+@pytest.mark.parametrize(
+    ("text", "bits"),
+    [("bf16", 16.0), ("int8", 8.25), ("int4", 4.375), ("kivi4-g32", 5.0), ("kivi2-g32", 3.0), ("fp8-token", 8.125)],
+)
 def test_bits_per_element_at_dim_128(text: str, bits: float) -> None:
     assert parse_format(text).layout(Geometry(8, 128, 128)).bits_per_element == bits

@@ -15,8 +15,15 @@ SOURCE = Path(kvarto.__file__).parent
 
 
 def run_python(code: str, path: Path) -> subprocess.CompletedProcess[str]:
-    environment = {"PYTHONPATH": str(path), "PATH": "/usr/bin:/bin", "HOME": str(path), "KVARTO_HOME": str(path / "home")}
-    return subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, env=environment, check=False)
+    environment = {
+        "PYTHONPATH": str(path),
+        "PATH": "/usr/bin:/bin",
+        "HOME": str(path),
+        "KVARTO_HOME": str(path / "home"),
+    }
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, env=environment, check=False
+    )
 
 
 @pytest.fixture
@@ -69,7 +76,21 @@ def test_unknown_name_lists_the_known_ones() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["errors", "home", "layout", "registry", "stats", "page", "cache.pool", "formats", "codecs", "cli", "attention", "study.verdict", "study.result"],
+    [
+        "errors",
+        "home",
+        "layout",
+        "registry",
+        "stats",
+        "page",
+        "cache.pool",
+        "formats",
+        "codecs",
+        "cli",
+        "attention",
+        "study.verdict",
+        "study.result",
+    ],
 )
 def test_imports_without_torch(module: str, tmp_path: Path) -> None:
     code = f"""

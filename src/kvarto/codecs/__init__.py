@@ -5,5 +5,7 @@ from __future__ import annotations
 from kvarto.codecs.base import Codec
 from kvarto.registry import Registry
 
+__all__ = ["Codec", "registry"]
+
 registry: Registry[Codec] = Registry("codec", package="kvarto.codecs", attribute="CODECS", group="kvarto.codecs")
 """All codecs by name."""

@@ -40,7 +40,10 @@ class Fp8(Codec):
     def fields(self, side: Side, page_tokens: int, dim: int) -> Sequence[FieldSpec]:
         """Codes in tile order, and the scale: float32 for the slab, or bfloat16 for each token."""
         codes: FieldSpec = ("codes", "uint8", (page_tokens, dim) if side is Side.K else (dim, page_tokens))
-        return [codes, ("scale", "bfloat16", (page_tokens,)) if self.scale_per == "token" else ("scale", "float32", (1,))]
+        return [
+            codes,
+            ("scale", "bfloat16", (page_tokens,)) if self.scale_per == "token" else ("scale", "float32", (1,)),
+        ]
 
     def encode(self, x: Tensor, layout: SlabLayout) -> Tensor:
         """x: float32 [..., Hkv, S, D] when there is a scale for each head, else [..., S, D]."""
@@ -65,7 +68,7 @@ class Fp8(Codec):
         codes, scale = layout["codes"].offset, layout["scale"].offset
         e5m2, per_token, tokens = self.variant == "e5m2", self.scale_per == "token", layout.page_tokens
 
-        def read(slab, tile, row_scale, row_zero, channel_scale, channel_zero):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+        def read(slab, tile, row_scale, row_zero, channel_scale, channel_zero):  # type: ignore[no-untyped-def]
             load_fp8(slab, codes, e5m2, tile)
             if per_token:
                 load_floats(slab, scale, "bfloat16", row_scale)

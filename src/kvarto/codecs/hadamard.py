@@ -43,7 +43,7 @@ def transform(x: Tensor, *, inverse: bool = False) -> Tensor:
     if base > 1:
         signs = _paley(base)
         y = _signed_sums(y, [list(row) for row in zip(*signs, strict=True)] if inverse else signs)
-    return y.flatten(-2) * (1.0 / order**0.5)
+    return y.flatten(-2) * float(order**-0.5)
 
 
 @cache

@@ -67,7 +67,9 @@ class RotatedInt(Codec):
 
     def decode(self, slabs: Tensor, layout: SlabLayout) -> Tensor:
         """Undo each step."""
-        planes = {field.name: extract(slabs, layout, field.name) for field in layout.fields if field.name.startswith("codes")}
+        planes = {
+            field.name: extract(slabs, layout, field.name) for field in layout.fields if field.name.startswith("codes")
+        }
         scale, zero = (extract(slabs, layout, name).unsqueeze(-1) for name in ("scale", "zero"))
         y = affine.dequantize(from_tile(unpack(planes, int(self.bits)), layout.side), scale, zero)
         if self._has_mean(layout.side):
@@ -93,7 +95,7 @@ class RotatedInt(Codec):
         has_mean = self._has_mean(layout.side)
         mean = layout["mean"].offset if has_mean else 0
 
-        def read(slab, tile, row_scale, row_zero, channel_scale, channel_zero):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+        def read(slab, tile, row_scale, row_zero, channel_scale, channel_zero):  # type: ignore[no-untyped-def]
             unpack_tile(slab, low, high, bits, tile)
             load_floats(slab, scale, "float16", row_scale)
             load_floats(slab, zero, "float16", row_zero)

@@ -48,7 +48,10 @@ class Kivi(Codec):
         if side is Side.K:
             codes, groups = code_fields(int(self.bits), page_tokens, dim), (page_tokens // self.group_tokens, dim)
         else:
-            codes, groups = code_fields(int(self.bits), dim, page_tokens), (-(-dim // _VALUE_GROUP_CHANNELS), page_tokens)
+            codes, groups = (
+                code_fields(int(self.bits), dim, page_tokens),
+                (-(-dim // _VALUE_GROUP_CHANNELS), page_tokens),
+            )
         return [*codes, ("scale", "float16", groups), ("zero", "float16", groups)]
 
     def encode(self, x: Tensor, layout: SlabLayout) -> Tensor:
@@ -62,7 +65,9 @@ class Kivi(Codec):
 
     def decode(self, slabs: Tensor, layout: SlabLayout) -> Tensor:
         """code * scale + zero of the group."""
-        planes = {field.name: extract(slabs, layout, field.name) for field in layout.fields if field.name.startswith("codes")}
+        planes = {
+            field.name: extract(slabs, layout, field.name) for field in layout.fields if field.name.startswith("codes")
+        }
         scale, zero = (self._spread(extract(slabs, layout, name), layout) for name in ("scale", "zero"))
         return from_tile(affine.dequantize(unpack(planes, int(self.bits)), scale, zero), layout.side)
 
@@ -77,7 +82,7 @@ class Kivi(Codec):
         scale_at, zero_at, (groups, columns) = scale.offset, zero.offset, scale.shape
         rows, whole_page = self._group_rows(layout.side), layout.side is Side.K and scale.shape[0] == 1
 
-        def read(slab, tile, row_scale, row_zero, channel_scale, channel_zero):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+        def read(slab, tile, row_scale, row_zero, channel_scale, channel_zero):  # type: ignore[no-untyped-def]
             unpack_tile(slab, low, high, bits, tile)
             if whole_page:
                 load_floats(slab, scale_at, "float16", channel_scale)

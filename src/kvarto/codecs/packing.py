@@ -65,6 +65,6 @@ def _unpack_plane(plane: Tensor, width: int) -> Tensor:
 
 
 @inlined
-def unpack_tile(slab, low, high, bits, tile):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+def unpack_tile(slab, low, high, bits, tile):  # type: ignore[no-untyped-def]
     """Compiled twin of `unpack`: codes at byte `low` (and their third bits at byte `high`) of slab uint8 [n] into tile float32 [rows, columns]."""
     unpack_codes(slab, low, high, bits, tile)

@@ -118,4 +118,7 @@ def _mask(underlying: str, *, kv_length: int, **arguments: Any) -> Any:
         return ALL_MASK_ATTENTION_FUNCTIONS[underlying](kv_length=kv_length, **arguments)
     if not arguments.get("allow_is_causal_skip", False):
         raise Unsupported("a mask beyond causal and padding (image tokens, packed sequences): use the model's own cache for this input")
-    return cache.padding_mask(arguments["batch_size"], arguments["q_length"], arguments["attention_mask"], arguments["device"])
+    return cache.padding_mask(
+        arguments["q_length"], arguments["attention_mask"], sequences=arguments["batch_size"],
+        window_tokens=arguments.get("local_size"), device=arguments["device"],
+    )  # fmt: skip

@@ -27,11 +27,17 @@ _START_AGAIN = "call cache.reset() and start again"
 
 @dataclass(frozen=True)
 class _Padding:
-    """What a mask knows. columns bool [B, past + T], False for padding; valid: its new columns [B, T], or None if none is padding."""
+    """What a mask knows.
+
+    columns        bool [B, past + T], False for padding
+    valid          its new columns [B, T], or None if none is padding
+    window_tokens  the sliding window that the model asked the mask to have, or None
+    """
 
     cache: Cache
     columns: Tensor
     valid: Tensor | None
+    window_tokens: int | None
 
 
 class _Layer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
@@ -81,7 +87,10 @@ class _Layer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
             raise Unsupported(f"{name} attends twice, or to altered values; use the model's own cache")
         if padding is None or padding.cache is not self.cache:
             raise Unsupported(f"{name} attends with a mask that transformers did not make for this cache; pass a 2D attention_mask or none")
-        _check_options(module, self.paged.spec, query, options)
+        if padding.window_tokens != self.paged.spec.sliding_tokens:
+            got, expected = padding.window_tokens, self.paged.spec.sliding_tokens
+            raise Unsupported(f"{name} masks with a window of {got} tokens, its config says {expected}; use the model's own cache")
+        _check_options(module, query, options)
         out = self.cache.kv.extend(
             self.index, query, *new, padding.valid,
             scale=query.shape[-1] ** -0.5 if options.get("scaling") is None else options["scaling"],
@@ -177,7 +186,9 @@ class Cache(cache_utils.Cache):  # type: ignore[misc]
         columns, offset = super().get_mask_sizes(query_length, layer_idx)
         return Columns(columns, self), offset
 
-    def padding_mask(self, sequences: int, tokens: int, attention_mask: Tensor | None, device: torch.device) -> Tensor:
+    def padding_mask(
+        self, tokens: int, attention_mask: Tensor | None, *, sequences: int, window_tokens: int | None, device: torch.device
+    ) -> Tensor:
         """A marked bool mask [B, 1, 1, past + T], False for padding, from attention_mask [B, past + T] or None if there is no padding."""
         self.expect_attended()
         held = self._held()
@@ -188,7 +199,8 @@ class Cache(cache_utils.Cache):  # type: ignore[misc]
         if self.columns is not None and not torch.equal(columns[:, :held], self.columns):
             raise UsageError("attention_mask", f"the padding that the {held} cached columns were stored with", "another", _START_AGAIN)
         valid = columns[:, held:]
-        return mark(columns[:, None, None], _Padding(self, columns, None if bool(valid.all()) else valid))
+        padding = _Padding(self, columns, None if bool(valid.all()) else valid, window_tokens)
+        return mark(columns[:, None, None], padding)
 
     def expect_attended(self) -> None:
         """Raise Unsupported if a layer's keys never reached kvarto's attention function."""
@@ -252,7 +264,7 @@ def _policy(policy: str | Format | Policy) -> Policy:
     return policy if isinstance(policy, Policy) else parse_policy(policy)
 
 
-def _check_options(module: Any, spec: LayerSpec, query: Tensor, options: dict[str, Any]) -> None:
+def _check_options(module: Any, query: Tensor, options: dict[str, Any]) -> None:
     """Raise Unsupported if the attention function is asked for something that kvarto does not compute."""
     name = type(module).__name__
     for option, meaning in OPTIONS.items():
@@ -265,6 +277,3 @@ def _check_options(module: Any, spec: LayerSpec, query: Tensor, options: dict[st
     causal = options.get("is_causal")
     if not (getattr(module, "is_causal", True) if causal is None else causal):
         raise Unsupported(f"{name} attends in both directions; use the model's own cache")
-    if options.get("sliding_window") not in (None, spec.sliding_tokens):
-        told, expected = options["sliding_window"], spec.sliding_tokens
-        raise Unsupported(f"{name} asks for a window of {told} tokens, its config for {expected}; use the model's own cache")

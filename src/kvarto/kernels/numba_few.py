@@ -8,7 +8,17 @@ import numpy as np
 
 from kvarto.jit import inlined
 from kvarto.kernels.numba_pages import LOG2_E, Terms, ask_for, capped, end_seen, exp2, first_seen, hide, read_k, read_v
-from kvarto.simd import multiply_2_rows, multiply_3_rows, multiply_4_rows, multiply_row, panels_at
+from kvarto.kernels.numba_vectors import (
+    blend_values,
+    finish_scores,
+    fold_channels,
+    multiply_2_rows,
+    multiply_3_rows,
+    multiply_4_rows,
+    multiply_row,
+    weigh_scores,
+)
+from kvarto.simd import panels_at
 
 FEW_ROWS = 8
 """Up to so many rows this way is the faster one."""
@@ -25,7 +35,11 @@ class FewScratch(NamedTuple):
     folded: Any  # [M, Dk], times the channel scale
     scores: Any  # [M, S], then probabilities
     product: Any  # [M, Dv]
-    q_sum: Any  # [M]
+    q_sum: Any  # [M], as are those below
+    bias: Any
+    fade: Any
+    page_total: Any
+    page_zero: Any
 
 
 @inlined
@@ -71,7 +85,7 @@ def attend_few(job, table, pages, tile, head, scratch, out, top, total):  # type
         read_v(job, page, head, scratch.v_tile, scratch.v)
         if not whole:
             hide(scratch.v_tile, first, end)
-        add_values(scratch, 0 if whole else first, S if whole else end, out, top, total)
+        add_values(scratch, out, top, total)
 
 
 @inlined
@@ -94,23 +108,16 @@ def take_queries(job, tile, head, scratch):  # type: ignore[no-untyped-def]  # n
 @inlined
 def score(scratch, job):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
     """scores [M, S] of all slots of the K tile, in units of log 2."""
-    M, Dk = scratch.q.shape
-    S = scratch.scores.shape[1]
+    M, S = scratch.scores.shape
     for m in range(M):
-        for d in range(Dk):
-            scratch.folded[m, d] = scratch.q[m, d] * scratch.k.channel_scale[d]
+        scratch.bias[m] = fold_channels(scratch.q[m], scratch.k.channel_scale, scratch.k.channel_zero, scratch.folded[m])
     multiply(scratch.k_tile, scratch.folded, scratch.scores)
     for m in range(M):
-        bias = np.float32(0)
-        for d in range(Dk):
-            bias += scratch.q[m, d] * scratch.k.channel_zero[d]
-        q_sum = scratch.q_sum[m]
-        for s in range(S):
-            scratch.scores[m, s] = scratch.scores[m, s] * scratch.k.row_scale[s] + (scratch.k.row_zero[s] * q_sum + bias)
-        if job.softcap > 0:
-            softcap = np.float32(job.softcap)
+        finish_scores(scratch.scores[m], scratch.k.row_scale, scratch.k.row_zero, scratch.q_sum[m], scratch.bias[m])
+    if job.softcap > 0:
+        for m in range(M):
             for s in range(S):
-                scratch.scores[m, s] = capped(scratch.scores[m, s], softcap) * np.float32(LOG2_E)
+                scratch.scores[m, s] = capped(scratch.scores[m, s], np.float32(job.softcap)) * np.float32(LOG2_E)
 
 
 @inlined
@@ -126,30 +133,17 @@ def mask(scores, tile, R, page, sliding_tokens):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def add_values(scratch, first, end, out, top, total):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
-    """One step of the online softmax, over the slots first .. end - 1; the others are hidden in the scores."""
-    M, S = scratch.scores.shape
-    Dv = out.shape[1]
+def add_values(scratch, out, top, total):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """One step of the online softmax with the V tile."""
+    M = out.shape[0]
     for m in range(M):
-        row = scratch.scores[m]
-        highest = top[m]
-        for s in range(S):
-            highest = max(highest, row[s])
-        base = highest if highest > -np.inf else np.float32(0)
-        fade = exp2(top[m] - base)
-        top[m] = highest
-        page_total, zero = np.float32(0), np.float32(0)
-        for s in range(S):
-            row[s] = exp2(row[s] - base)
-        for s in range(S):
-            page_total += row[s]
-        for s in range(first, end):
-            zero += row[s] * scratch.v.row_zero[s]
-            row[s] = row[s] * scratch.v.row_scale[s]
-        total[m] = total[m] * fade + page_total
-        for d in range(Dv):
-            out[m, d] = out[m, d] * fade + (zero + scratch.v.channel_zero[d] * page_total)
+        highest, page_total, page_zero = weigh_scores(scratch.scores[m], top[m], scratch.v.row_scale, scratch.v.row_zero)
+        fade = exp2(top[m] - highest) if highest > np.float32(-np.inf) else np.float32(0)
+        top[m], total[m] = highest, total[m] * fade + page_total
+        scratch.fade[m], scratch.page_total[m], scratch.page_zero[m] = fade, page_total, page_zero
     multiply(scratch.v_tile, scratch.scores, scratch.product)
     for m in range(M):
-        for d in range(Dv):
-            out[m, d] += scratch.product[m, d] * scratch.v.channel_scale[d]
+        blend_values(
+            out[m], scratch.product[m], scratch.v.channel_scale, scratch.v.channel_zero,
+            scratch.fade[m], scratch.page_total[m], scratch.page_zero[m],
+        )  # fmt: skip

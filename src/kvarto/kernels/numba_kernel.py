@@ -19,7 +19,8 @@ from kvarto.jit import compile_kernel, inlined
 from kvarto.kernels.numba_few import FEW_ROWS, FewScratch, attend_few
 from kvarto.kernels.numba_many import LANE_TERMS, ManyScratch, attend_many
 from kvarto.kernels.numba_pages import JOB, LOG2_E, Terms, Tile, exp2
-from kvarto.simd import PANEL, address_of, fetch_add, floats_at, ints_at, longs_at, panels_at, tile_at
+from kvarto.kernels.numba_vectors import PANEL
+from kvarto.simd import address_of, fetch_add, floats_at, ints_at, longs_at, panels_at, tile_at
 
 SPLIT_PAGES = 16
 SPLIT_ROWS = 64
@@ -111,7 +112,7 @@ def scratch_floats(job):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
     """Numbers of scratch that a thread needs, with room to align each array."""
     S, Dk, Dv, panels = job.S, job.Dk, job.Dv, -(-job.most_rows // PANEL)
     fixed = S * max(Dk, Dv) + 4 * S + 2 * Dk + 2 * Dv
-    few = FEW_ROWS * (2 * Dk + S + Dv + 1)
+    few = FEW_ROWS * (2 * Dk + S + Dv + 5)
     many = panels * PANEL * (Dk + S + Dv + LANE_TERMS) + PANEL * (Dk + Dv)
     return fixed + few + many + 24 * _LINE_FLOATS
 
@@ -150,10 +151,11 @@ def take_scratch(job, at):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN2
     folded, at = take(at, FEW_ROWS * Dk)
     scores, at = take(at, FEW_ROWS * S)
     product, at = take(at, FEW_ROWS * Dv)
-    q_sum, at = take(at, FEW_ROWS)
+    sums, at = take(at, 5 * FEW_ROWS)
     few = FewScratch(
         k_tile, v_tile, k_terms, v_terms, tile_at(q, FEW_ROWS, Dk), tile_at(folded, FEW_ROWS, Dk),
-        tile_at(scores, FEW_ROWS, S), tile_at(product, FEW_ROWS, Dv), floats_at(q_sum, FEW_ROWS),
+        tile_at(scores, FEW_ROWS, S), tile_at(product, FEW_ROWS, Dv), floats_at(sums, FEW_ROWS), floats_at(sums + 4 * FEW_ROWS, FEW_ROWS),
+        floats_at(sums + 8 * FEW_ROWS, FEW_ROWS), floats_at(sums + 12 * FEW_ROWS, FEW_ROWS), floats_at(sums + 16 * FEW_ROWS, FEW_ROWS),
     )  # fmt: skip
     q, at = take(at, panels * Dk * PANEL)
     folded, at = take(at, Dk * PANEL)
@@ -173,7 +175,8 @@ def take_scratch(job, at):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN2
 def first_rows(few, M):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
     """The scratch for M rows of queries."""
     return FewScratch(
-        few.k_tile, few.v_tile, few.k, few.v, few.q[:M], few.folded[:M], few.scores[:M], few.product[:M], few.q_sum[:M]
+        few.k_tile, few.v_tile, few.k, few.v, few.q[:M], few.folded[:M], few.scores[:M], few.product[:M],
+        few.q_sum, few.bias, few.fade, few.page_total, few.page_zero,
     )  # fmt: skip
 
 

@@ -8,7 +8,8 @@ import numpy as np
 
 from kvarto.jit import inlined
 from kvarto.kernels.numba_pages import LOG2_E, Terms, ask_for, capped, end_seen, exp2, first_seen, hide, read_k, read_v
-from kvarto.simd import PANEL, multiply_panel, panels_at
+from kvarto.kernels.numba_vectors import PANEL, multiply_panel
+from kvarto.simd import panels_at
 
 
 class ManyScratch(NamedTuple):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvarto.jit import inlined
-from kvarto.simd import address_of, call_reader, power_of_two, prefetch
+from kvarto.simd import EXP2, address_of, call_reader, power_of_two, prefetch
 
 LOG2_E = 1.4426950408889634
 
@@ -118,12 +118,12 @@ def exp2(x):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
     y = max(x, np.float32(-126))
     n = np.float32(np.floor(y + np.float32(0.5)))
     f = y - n
-    p = np.float32(1.535336188319500e-4)
-    p = p * f + np.float32(1.339887440266574e-3)
-    p = p * f + np.float32(9.618437357674640e-3)
-    p = p * f + np.float32(5.550332471162809e-2)
-    p = p * f + np.float32(2.402264791363012e-1)
-    p = p * f + np.float32(6.931472028550421e-1)
+    p = np.float32(EXP2[0])
+    p = p * f + np.float32(EXP2[1])
+    p = p * f + np.float32(EXP2[2])
+    p = p * f + np.float32(EXP2[3])
+    p = p * f + np.float32(EXP2[4])
+    p = p * f + np.float32(EXP2[5])
     p = (p * f + np.float32(1)) * power_of_two(n)
     if x >= np.float32(-126):
         return p
