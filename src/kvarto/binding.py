@@ -38,11 +38,11 @@ class BoundCodec:
 
     def rotate(self, x: Tensor) -> Tensor:
         """See `Codec.rotate`."""
-        return self.codec.rotate(x)
+        return self.codec.rotate(x, self.layout.side)
 
     def unrotate(self, y: Tensor) -> Tensor:
         """See `Codec.unrotate`."""
-        return self.codec.unrotate(y)
+        return self.codec.unrotate(y, self.layout.side)
 
     @property
     def numba(self) -> Any | None:

@@ -63,68 +63,25 @@ def inlined(function: F) -> F:
 
 
 if available("numba"):
-    import numpy as np
-    from llvmlite import ir
-    from numba import types
-    from numba.extending import intrinsic
-
-    @intrinsic  # type: ignore[untyped-decorator]
-    def _half_to_float(_context: Any, bits: Any) -> Any:
-        def emit(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-            return builder.fpext(builder.bitcast(arguments[0], ir.HalfType()), ir.FloatType())
-
-        return types.float32(types.uint16), emit
-
-    @intrinsic  # type: ignore[untyped-decorator]
-    def _bits_to_float(_context: Any, bits: Any) -> Any:
-        def emit(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-            return builder.bitcast(arguments[0], ir.FloatType())
-
-        return types.float32(types.uint32), emit
+    from kvarto.simd import load_fp8s, load_numbers, scale_numbers
 
 
 @inlined
-def load_floats(slab, start, dtype, out):  # type: ignore[no-untyped-def]
+def load_floats(slab, start, dtype, out):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
     """For compiled readers: `out.size` numbers of `dtype` ("float16", "bfloat16", "float32") at byte `start` of slab, into float32 out [n]."""
-    count = out.size
-    if dtype == "float16":
-        halves = slab[start : start + 2 * count].view(np.uint16)
-        for i in range(count):
-            out[i] = _half_to_float(halves[i])
-    elif dtype == "bfloat16":
-        halves = slab[start : start + 2 * count].view(np.uint16)
-        for i in range(count):
-            out[i] = _bits_to_float(np.uint32(halves[i]) << np.uint32(16))
-    else:
-        words = slab[start : start + 4 * count].view(np.float32)
-        for i in range(count):
-            out[i] = words[i]
+    load_numbers(slab, start, dtype, out)
 
 
 @inlined
-def load_fp8(slab, start, e5m2, tile):  # type: ignore[no-untyped-def]
-    """For compiled readers: float8 numbers at byte `start` of slab, into float32 tile [rows, columns]. Exact, subnormals included.
-
-    Both float8 types go through binary16, whose conversion is one instruction and ignores flush-to-zero modes: e5m2 is its upper byte, and
-    e4m3 is its exponent and mantissa shifted by one, off by the difference of the biases, 2^8.
-    """
-    flat = tile.reshape(tile.size)
-    for i in range(flat.size):
-        byte = np.uint16(slab[start + i])
-        if e5m2:
-            flat[i] = _half_to_float(np.uint16(byte << 8))
-        else:
-            flat[i] = _half_to_float(np.uint16(((byte & 0x7F) << 7) | ((byte & 0x80) << 8))) * np.float32(256.0)
+def load_fp8(slab, start, e5m2, tile):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """For compiled readers: float8 numbers at byte `start` of slab, into float32 tile [rows, columns]. Exact, subnormals included."""
+    load_fp8s(slab, start, e5m2, tile.reshape(tile.size))
 
 
 @inlined
-def scale_floats(slab, scale_at, zero_at, out):  # type: ignore[no-untyped-def]
+def scale_floats(slab, scale_at, zero_at, out):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
     """For compiled readers: out[i] = out[i] * scale[i] + zero[i], with float16 scales and zeros at those bytes of slab; out float32 [n]."""
-    count = out.size
-    scales = slab[scale_at : scale_at + 2 * count].view(np.uint16)
-    zeros = slab[zero_at : zero_at + 2 * count].view(np.uint16)
-    for i in range(count):
-        out[i] = out[i] * _half_to_float(scales[i]) + _half_to_float(zeros[i])
+    scale_numbers(slab, scale_at, zero_at, out)
 
 
 class CompiledReader:
@@ -188,7 +145,9 @@ def _compile(function: Callable[..., None], signature: Any, **options: Any) -> A
 
 @cache
 def _sources_digest() -> str:
+    """Of the files that compiled code is made of: other edits need not compile it again."""
     digest = hashlib.sha256(require("numba").__version__.encode())
-    for path in sorted(Path(__file__).parent.rglob("*.py")):
+    root = Path(__file__).parent
+    for path in sorted([root / "jit.py", root / "simd.py", *root.glob("codecs/*.py"), *root.glob("kernels/*.py")]):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]

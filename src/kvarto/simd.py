@@ -1,12 +1,11 @@
 """Vector code for compiled CPU code, where LLVM does not find it by itself: an emitter of LLVM's vector type, and what is made with it.
 
 Compiled functions call the intrinsics below; plain Python cannot, and without numba they do not exist. LLVM lowers the vectors to whatever the
-machine has, so only `LANES` depends on it. The inner products and the softmax of attention are in kernels/numba_vectors.py.
+machine has, so only `LANES` depends on it. Here is what tile readers need; kernels/numba_vectors.py has the inner products and the softmax.
 
-- `unpack_codes`   codes of 8, 4, 3 or 2 bits to a float32 tile (10 times faster than the loop in numba)
-- `floats_at`, `tile_at`, `panels_at`, `ints_at`, `longs_at`, `address_of`   memory by address: views that count no references, over
-  which threads would fight
-- `call_reader`, `prefetch`, `fetch_add`, `power_of_two`   what their names say
+- `unpack_codes`                 codes of 8, 4, 3 or 2 bits to float32 (10 times faster than a loop in numba)
+- `load_numbers`, `load_fp8s`    stored floats to float32
+- `scale_numbers`                by stored scales and zeros
 """
 
 from __future__ import annotations
@@ -19,13 +18,12 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
-from numba.np.arrayobj import populate_array
 
 _FEATURES = llvm.get_host_cpu_features()
 LANES = 16 if _FEATURES.get("avx512f") else 8 if _FEATURES.get("avx") else 4
 """float32 numbers in a vector register."""
 
-f32, i8, i32, i64 = ir.FloatType(), ir.IntType(8), ir.IntType(32), ir.IntType(64)
+f32, i8, i16, i32, i64 = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 EXP2 = (
     1.535336188319500e-4,
     1.339887440266574e-3,
@@ -49,6 +47,10 @@ class Emitter:
     def __init__(self, context: Any, builder: Any, signature: Any, arguments: Any) -> None:
         self.context, self.builder, self.arguments = context, builder, arguments
         self._types = signature.args
+
+    def floats(self, *arguments: int) -> list[Any]:
+        """Arguments that are addresses, as pointers to float32."""
+        return [self.builder.inttoptr(self.arguments[i], f32.as_pointer()) for i in arguments]
 
     def array(self, i: int) -> Any:
         """Argument i as numba's array structure."""
@@ -88,6 +90,15 @@ class Emitter:
             with self.builder.if_then(self.builder.icmp_signed("<", whole, n)):
                 body(whole, 8)
 
+    def any_runs(self, n: Any, body: Callable[[Any, int], None]) -> None:
+        """Emit `body(first, lanes)` for runs of 16, 8 and 1 that cover n numbers, any n."""
+        done = integer(0)
+        for lanes in (16, 8, 1):
+            end = self.builder.and_(n, integer(-lanes))
+            with self.loop(done, end, lanes) as (first, _):
+                body(first, lanes)
+            done = end
+
     def shuffle(self, x: Any, y: Any, lanes: Sequence[int]) -> Any:
         return self.builder.shuffle_vector(x, y, ir.Constant(ir.VectorType(i32, len(lanes)), list(lanes)))
 
@@ -118,9 +129,9 @@ class Emitter:
     def loop(self, start: Any, stop: Any, step: int) -> Any:
         return cgutils.for_range_slice(self.builder, start, stop, integer(step), i64)
 
-    def length(self, i: int) -> Any:
-        """Numbers in argument i, a vector."""
-        return cgutils.unpack_tuple(self.builder, self.array(i).shape)[0]
+    def length(self, array: Any) -> Any:
+        """Numbers in an array of one dimension."""
+        return cgutils.unpack_tuple(self.builder, array.shape)[0]
 
     def tuple(self, values: Sequence[Any]) -> Any:
         """numba's tuple of equal types."""
@@ -146,9 +157,7 @@ class Emitter:
 
     def finite_or_0(self, x: Any) -> Any:
         """x, or 0 for -inf."""
-        return self.builder.select(
-            self.builder.fcmp_unordered("!=", x, ir.Constant(f32, float("-inf"))), x, ir.Constant(f32, 0.0)
-        )
+        return self.builder.select(self.builder.fcmp_unordered("!=", x, self.constant(float("-inf"))), x, self.constant(0.0))
 
     def where_positive(self, x: Any, y: Any) -> Any:
         """y where x > 0, else 0."""
@@ -250,16 +259,13 @@ def _unpack(bits: int) -> Callable[[Emitter], None]:
         rows, columns = cgutils.unpack_tuple(e.builder, tile.shape)
         run = e.builder.udiv(columns, integer(runs))
         with e.loop(integer(0), rows, 1) as (row, _):
-            done = integer(0)
-            for lanes in (16, 8, 1):
-                end = e.builder.and_(run, integer(-lanes))
-                with e.loop(done, end, lanes) as (j, _):
-                    starts = [
-                        e.index(first, (row, e.builder.udiv(e.builder.mul(columns, integer(width)), integer(8))), j)
-                        for first, width in zip(at, planes, strict=False)
-                    ]
-                    step(e, starts, run, (tile.data, e.index((row, columns), j)), lanes)
-                done = end
+            row_nbytes = [e.builder.udiv(e.builder.mul(columns, integer(width)), integer(8)) for width in planes]
+
+            def codes(j: Any, lanes: int) -> None:
+                starts = [e.index(first, (row, nbytes), j) for first, nbytes in zip(at, row_nbytes, strict=False)]
+                step(e, starts, run, (tile.data, e.index((row, columns), j)), lanes)
+
+            e.any_runs(run, codes)
 
     return emit
 
@@ -278,133 +284,95 @@ def unpack_codes(_context: Any, slab: Any, low: Any, high: Any, bits: Any, tile:
     return types.void(slab, types.int64, types.int64, bits, tile), _UNPACK[bits.literal_value]
 
 
-# ---- memory --------------------------------------------------------------------------------------------------------
+# ---- stored floats -------------------------------------------------------------------------------------------------
 
 
-def _array(dtype: Any, dimensions: int) -> tuple[Any, Any]:
-    """The type of a C-contiguous array, and what makes one of an address and a shape."""
-    kind = types.Array(dtype, dimensions, "C")
-    return kind, lowered(lambda e: _view(e, kind, e.arguments[0], e.arguments[1:]))
+def _wide(e: Emitter, dtype: str, at: Any, lanes: int) -> Any:
+    """`lanes` stored floats at byte `at` of the slab, which is argument 0, as float32."""
+    b, slab = e.builder, e.array(0).data
+    floats = ir.VectorType(f32, lanes)
+    if dtype == "float32":
+        return b.bitcast(e.load(slab, at, 4 * lanes, i8), floats)
+    bits = b.bitcast(e.load(slab, at, 2 * lanes, i8), ir.VectorType(i16, lanes))
+    if dtype == "float16":
+        return b.fpext(b.bitcast(bits, ir.VectorType(ir.HalfType(), lanes)), floats)
+    integers = ir.VectorType(i32, lanes)
+    return b.bitcast(b.shl(b.zext(bits, integers), ir.Constant(integers, [16] * lanes)), floats)
 
 
-def _view(e: Emitter, kind: Any, address: Any, shape: Sequence[Any]) -> Any:
-    """A C-contiguous array over memory that somebody else owns."""
-    b, array = e.builder, e.context.make_array(kind)(e.context, e.builder)
-    itemsize = e.context.get_abi_sizeof(e.context.get_data_type(kind.dtype))
-    strides = [integer(itemsize)]
-    for extent in reversed(shape[1:]):
-        strides.insert(0, b.mul(strides[0], extent))
-    populate_array(
-        array,
-        data=b.inttoptr(address, array.data.type),
-        shape=cgutils.pack_array(b, shape, i64),
-        strides=cgutils.pack_array(b, strides, i64),
-        itemsize=integer(itemsize),
-        meminfo=None,
-    )
-    return array._getvalue()
+def _load(dtype: str) -> Callable[[Emitter], None]:
+    size = 4 if dtype == "float32" else 2
+
+    def emit(e: Emitter) -> None:
+        out = e.array(3)
+
+        def step(i: Any, lanes: int) -> None:
+            e.store(_wide(e, dtype, e.index(e.arguments[1], (i, integer(size))), lanes), out.data, i, lanes)
+
+        e.any_runs(e.length(out), step)
+
+    return emit
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def floats_at(_context: Any, address: Any, count: Any) -> Any:
-    """float32 [count] at an address."""
-    kind, view = _array(types.float32, 1)
-    return kind(types.int64, types.int64), view
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def tile_at(_context: Any, address: Any, rows: Any, columns: Any) -> Any:
-    """float32 [rows, columns] at an address."""
-    kind, view = _array(types.float32, 2)
-    return kind(types.int64, types.int64, types.int64), view
+_LOAD = {dtype: lowered(_load(dtype)) for dtype in ("float16", "bfloat16", "float32")}
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def panels_at(_context: Any, address: Any, count: Any, rows: Any, columns: Any) -> Any:
-    """float32 [count, rows, columns] at an address."""
-    kind, view = _array(types.float32, 3)
-    return kind(*[types.int64] * 4), view
+def load_numbers(_context: Any, slab: Any, start: Any, dtype: Any, out: Any) -> Any:
+    """Numbers of `dtype` (a constant) at byte `start` of slab uint8 [nbytes] into float32 out [n]."""
+    if not isinstance(dtype, types.StringLiteral):
+        return None
+    return types.void(slab, types.int64, dtype, out), _LOAD[dtype.literal_value]
+
+
+def _load_fp8(e5m2: bool) -> Callable[[Emitter], None]:
+    def emit(e: Emitter) -> None:
+        b, slab, out = e.builder, e.array(0).data, e.array(3)
+
+        def step(i: Any, lanes: int) -> None:
+            bits = ir.VectorType(i16, lanes)
+
+            def splat(value: int) -> Any:
+                return ir.Constant(bits, [value] * lanes)
+
+            byte = b.zext(e.load(slab, e.index(e.arguments[1], i), lanes, i8), bits)
+            # e5m2 is the upper byte of a binary16; e4m3 is one with another bias, 2^8 off, if exponent and mantissa are shifted by one less.
+            half = b.shl(byte, splat(8))
+            if not e5m2:
+                half = b.or_(b.and_(half, splat(0x8000)), b.shl(b.and_(byte, splat(0x7F)), splat(7)))
+            number = b.fpext(b.bitcast(half, ir.VectorType(ir.HalfType(), lanes)), ir.VectorType(f32, lanes))
+            if not e5m2:
+                number = b.fmul(number, ir.Constant(number.type, [256.0] * lanes))
+            e.store(number, out.data, i, lanes)
+
+        e.any_runs(e.length(out), step)
+
+    return emit
+
+
+_LOAD_FP8 = {e5m2: lowered(_load_fp8(e5m2)) for e5m2 in (False, True)}
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def ints_at(_context: Any, address: Any, count: Any) -> Any:
-    """int32 [count] at an address."""
-    kind, view = _array(types.int32, 1)
-    return kind(types.int64, types.int64), view
+def load_fp8s(_context: Any, slab: Any, start: Any, e5m2: Any, out: Any) -> Any:
+    """float8 numbers, e5m2 or e4m3 (a constant), at byte `start` of slab uint8 [nbytes] into float32 out [n]. Exact, subnormals included."""
+    if not isinstance(e5m2, types.BooleanLiteral):
+        return None
+    return types.void(slab, types.int64, e5m2, out), _LOAD_FP8[e5m2.literal_value]
+
+
+def _scale(e: Emitter) -> None:
+    out = e.array(3)
+
+    def step(i: Any, lanes: int) -> None:
+        scale, zero = (_wide(e, "float16", e.index(e.arguments[j], (i, integer(2))), lanes) for j in (1, 2))
+        number = e.builder.load(e.builder.bitcast(e.builder.gep(out.data, [i]), scale.type.as_pointer()), align=4)
+        e.store(e.fma(number, scale, zero), out.data, i, lanes)
+
+    e.any_runs(e.length(out), step)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def longs_at(_context: Any, address: Any, rows: Any, columns: Any) -> Any:
-    """int64 [rows, columns] at an address."""
-    kind, view = _array(types.int64, 2)
-    return kind(types.int64, types.int64, types.int64), view
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def address_of(_context: Any, array: Any) -> Any:
-    """Address of the first element, int64. The caller keeps the array alive."""
-    return types.int64(array), lowered(lambda e: e.builder.ptrtoint(e.array(0).data, i64))
-
-
-def _call(e: Emitter) -> None:
-    b = e.builder
-    pointers = [b.inttoptr(address, i8.as_pointer()) for address in e.arguments[1:]]
-    kind = ir.FunctionType(ir.VoidType(), [i8.as_pointer()] * len(pointers))
-    b.call(b.inttoptr(e.arguments[0], kind.as_pointer()), pointers)
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def call_reader(
-    _context: Any,
-    function: Any,
-    slab: Any,
-    tile: Any,
-    row_scale: Any,
-    row_zero: Any,
-    channel_scale: Any,
-    channel_zero: Any,
-) -> Any:
-    """Call a tile reader (`kvarto.jit.compile_reader`) by its address, with the addresses of its arrays."""
-    return types.void(*[types.int64] * 7), lowered(_call)
-
-
-def _prefetch(e: Emitter) -> None:
-    b, place = e.builder, i8.as_pointer()
-    kind = ir.FunctionType(ir.VoidType(), [place, i32, i32, i32])
-    function = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0")
-    with e.loop(integer(0), e.arguments[1], 64) as (offset, _):
-        # Read, into the second-level cache, data.
-        modes = [ir.Constant(i32, mode) for mode in (0, 2, 1)]
-        b.call(function, [b.inttoptr(b.add(e.arguments[0], offset), place), *modes])
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def prefetch(_context: Any, address: Any, nbytes: Any) -> Any:
-    """Ask for `nbytes` bytes that will be read soon."""
-    return types.void(types.int64, types.int64), lowered(_prefetch)
-
-
-def _fetch_add(e: Emitter) -> Any:
-    place = e.builder.inttoptr(e.arguments[0], i64.as_pointer())
-    return e.builder.atomic_rmw("add", place, integer(1), "acq_rel")
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def fetch_add(_context: Any, address: Any) -> Any:
-    """Add 1 to the int64 at an address, in one piece; returns what it was. What a thread wrote before is seen by those that count after it."""
-    return types.int64(types.int64), lowered(_fetch_add)
-
-
-# ---- numbers -------------------------------------------------------------------------------------------------------
-
-
-def _power_of_two(e: Emitter) -> Any:
-    b = e.builder
-    exponent = b.add(b.fptosi(e.arguments[0], i32), ir.Constant(i32, 127))
-    return b.bitcast(b.shl(exponent, ir.Constant(i32, 23)), f32)
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def power_of_two(_context: Any, n: Any) -> Any:
-    """2^n for a whole float32 n from -126 to 127; a loop around it becomes vectors."""
-    return types.float32(types.float32), lowered(_power_of_two)
+def scale_numbers(_context: Any, slab: Any, scale_at: Any, zero_at: Any, out: Any) -> Any:
+    """out[i] = out[i] * scale[i] + zero[i], with float16 scales and zeros at those bytes of slab uint8 [nbytes]; out float32 [n]."""
+    return types.void(slab, types.int64, types.int64, out), lowered(_scale)

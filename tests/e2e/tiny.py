@@ -19,10 +19,11 @@ _COMMON: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 16,
     "max_position_embeddings": 1024,
-    "initializer_range": 0.15,
+    "initializer_range": 0.3,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": None,
+    "tie_word_embeddings": False,
 }
 
 FAMILIES: dict[str, dict[str, Any]] = {

@@ -11,19 +11,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvarto.codecs.base import halving_mean
 from kvarto.jit import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 FLOAT16_MAX = 65504.0
+_SMALLEST = 2.0**-24
+_ROUNDS = 3
 
 
 def fit(lo: Tensor, hi: Tensor, levels: int) -> tuple[Tensor, Tensor]:
     """Scale and zero, float16, for groups whose ends are lo <= hi (float32, any one shape)."""
-    zero = lo.clamp(-FLOAT16_MAX, FLOAT16_MAX).half()
-    scale = ((hi - zero.float()) / (levels - 1)).clamp(0.0, FLOAT16_MAX).half()
-    return scale, zero
+    zero = _half(lo)
+    return _half(((hi - zero.float()) / (levels - 1)).clamp_min(0.0)), zero
 
 
 def quantize(x: Tensor, scale: Tensor, zero: Tensor, levels: int) -> Tensor:
@@ -38,11 +40,34 @@ def dequantize(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
     return codes.float() * scale.float() + zero.float()
 
 
-def clip_range(x: Tensor, dim: int, clip: float) -> tuple[Tensor, Tensor]:
-    """Ends (keeping the axis) of x over `dim`, drawn in around their middle to the share `clip` of their distance."""
+def refine(x: Tensor, dim: int, levels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, scale and zero of groups along an axis: rounding and least squares in turn, from the group's range on.
+
+    x: float32; `levels`: codes of each group, float32, broadcast to x with `dim` of size 1. Returns codes uint8 like x, scale and zero float16
+    with `dim` of size 1. The last scale is not the one of least error, which shrinks the group by its noise, but the one that keeps its variance:
+    a key's noise adds to a score's spread, a shrunken key takes from its size, and the softmax feels both. The mean of the group is kept too.
+    """
+    mean, highest = halving_mean(x, dim), levels - 1
+    centred = x - mean
+    variance = halving_mean(centred * centred, dim)
     lo, hi = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
-    middle, half = (hi + lo) * 0.5, (hi - lo) * (0.5 * clip)
-    return middle - half, middle + half
+    scale, zero = _half((hi - lo) / highest).clamp_min(_SMALLEST), _half(lo)
+    codes = x
+    for i in range(_ROUNDS + 1):
+        codes = torch.minimum(((x - zero.float()) / scale.float()).round().clamp_min(0.0), highest)
+        code_mean = halving_mean(codes, dim)
+        spread = codes - code_mean
+        code_variance, covariance = halving_mean(spread * spread, dim), halving_mean(spread * centred, dim)
+        fits = (code_variance > 0) & (covariance > 0)
+        divisor = torch.where(fits, code_variance, 1.0)
+        slope = covariance / divisor if i < _ROUNDS else (variance / divisor).sqrt()
+        scale = _half(torch.where(fits, slope, scale.float())).clamp_min(_SMALLEST)
+        zero = _half(mean - scale.float() * code_mean)
+    return codes.to(torch.uint8), scale, zero
+
+
+def _half(x: Tensor) -> Tensor:
+    return x.clamp(-FLOAT16_MAX, FLOAT16_MAX).half()
 
 
 def out_of_range(x: Tensor) -> int:

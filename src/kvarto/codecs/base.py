@@ -57,11 +57,11 @@ class Codec(ABC):
     def decode(self, slabs: Tensor, layout: SlabLayout) -> Tensor:
         """Read. slabs: uint8 [..., slab_nbytes]. Returns float32 [..., S, D], in the domain of `encode`'s input."""
 
-    def rotate(self, x: Tensor) -> Tensor:
-        """Into the tile's domain: the same orthogonal map over the last axis [..., D] for keys, queries and values."""
+    def rotate(self, x: Tensor, side: Side) -> Tensor:
+        """Into the tile's domain: an orthogonal map over the last axis [..., D], for keys and queries, or for values."""
         return x
 
-    def unrotate(self, y: Tensor) -> Tensor:
+    def unrotate(self, y: Tensor, side: Side) -> Tensor:
         """Out of the tile's domain; the inverse of `rotate`."""
         return y
 

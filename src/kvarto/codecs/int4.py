@@ -1,13 +1,16 @@
-"""int4, int3, int2: our workhorses, data-free. Page mean removed, Hadamard rotation, clipped range and float zero per token and head.
+"""int4, int3, int2: our workhorses. No calibration; only the raw values of the page itself are used.
 
-    K  x float32 [S, D]  ->  mean float16 [D];  y = H (x - mean)  ->  codes [S, D]; scale, zero float16 [S]
-    V  x float32 [S, D]  ->  y = H x  ->  codes [D, S]; scale, zero float16 [S]
+    K  x float32 [S, D]  ->  codes [S, D] of b bits, those of the slow quarter of channels of b + 2;  scale, zero float16 [D]
+    V  x float32 [S, D]  ->  y = H x  ->  codes [D, S] of b bits;  scale, zero float16 [S]
 
-Keys carry a bias (up to hundreds in Qwen2 models) that a rotation alone would spread over every channel; a page's own mean takes most of it
-out, because the bias sits in channel pairs that RoPE turns slowly (arXiv 2502.01563). The mean is stored rotated, as the channel term of the
-affine tile, and is removed as rounded, so that it costs no accuracy.
-Bits: K b + 32 / D + 16 / S, V b + 32 / D.
-Sources: QuaRot, arXiv 2404.00456 (rotation); KIVI, arXiv 2402.02750 (float zero); clip constants: minimum squared error for a Gaussian.
+Keys: a channel of a page is nearly constant where RoPE turns slowly (the bias of Qwen2 models, up to hundreds, sits there, arXiv 2502.01563), so
+each channel has a scale and a zero of its own, as in KIVI. The channels that turn slowest also carry most of a score's error, the same ones on every
+model that rotates halves; they get two more bits. They are the last D / 8 channels of each half (of a partly rotated head too, nearly).
+Values: what errors remain are averaged by the softmax, so a rotation (QuaRot) and one scale for each token suffice.
+Scale and zero are fitted by least squares between roundings (affine.refine) and keep the variance of their group, so that scores do not shrink.
+
+Bits: K b + 0.5 + 32 / S, V b + 32 / D; int4 at D = 128: 4.63. Measured against KIVI and others in docs/adr/0004-int4.md.
+Sources: KIVI, arXiv 2402.02750; QuaRot, arXiv 2404.00456; ADR 0004.
 """
 
 from __future__ import annotations
@@ -16,102 +19,126 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from kvarto.codecs import affine, hadamard
-from kvarto.codecs.base import Codec, Reader, assemble, extract, from_tile, halving_mean, to_tile
-from kvarto.codecs.packing import code_fields, pack, unpack, unpack_tile
-from kvarto.jit import load_floats
+from kvarto.codecs.base import Codec, Reader, assemble, extract, from_tile, to_tile
+from kvarto.codecs.packing import code_fields, pack, pack_plane, unpack, unpack_plane, unpack_tile
+from kvarto.jit import inlined, load_floats, torch
 from kvarto.layout import FieldSpec, Side, SlabLayout
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_CLIP = {4: 0.93, 3: 0.80, 2: 0.60}
+_EXTRA_BITS = 2
 
 
 @dataclass(frozen=True)
-class RotatedInt(Codec):
-    """`page_mean`: remove the page's mean from keys; without it this is plain rotated int4."""
-
-    page_mean: bool = True
-
-    @property
-    def levels(self) -> int:
-        """Number of codes."""
-        return 1 << int(self.bits)
+class PageInt(Codec):
+    """b-bit integers, fitted to the page."""
 
     def refuses(self, side: Side, page_tokens: int, dim: int) -> str | None:
-        """A Hadamard matrix of the head dimension must be known."""
-        if hadamard.order_base(dim) is None:
+        """Values need a Hadamard matrix of the head dimension, keys a quarter of it in whole bytes."""
+        if side is Side.V and hadamard.order_base(dim) is None:
             return f"no Hadamard transform of order {dim} (2^k, 12, 20 or 28 times 2^k)"
+        if side is Side.K and dim < 16:
+            return f"a head dimension of {dim} is less than 16"
         return None
 
     def fields(self, side: Side, page_tokens: int, dim: int) -> Sequence[FieldSpec]:
-        """Codes in tile order, row terms, and the rotated mean of keys."""
-        rows, columns = (page_tokens, dim) if side is Side.K else (dim, page_tokens)
-        terms: list[FieldSpec] = [("scale", "float16", (page_tokens,)), ("zero", "float16", (page_tokens,))]
-        if self._has_mean(side):
-            terms.append(("mean", "float16", (dim,)))
-        return [*code_fields(int(self.bits), rows, columns), *terms]
+        """Codes in tile order, the high bits of the slow channels, and the terms: of channels for K, of rows for V."""
+        bits = int(self.bits)
+        if side is Side.V:
+            return [*code_fields(bits, dim, page_tokens), ("scale", "float16", (page_tokens,)), ("zero", "float16", (page_tokens,))]
+        slow: FieldSpec = ("codes_slow", "uint8", (page_tokens, len(_slow_channels(dim)) * _EXTRA_BITS // 8))
+        return [*code_fields(bits, page_tokens, dim), slow, ("scale", "float16", (dim,)), ("zero", "float16", (dim,))]
 
     def encode(self, x: Tensor, layout: SlabLayout) -> Tensor:
-        """Rotate, remove the rounded mean, clip, round."""
-        y = hadamard.transform(x)
-        terms = {}
-        if self._has_mean(layout.side):
-            mean = halving_mean(y, -2).clamp(-affine.FLOAT16_MAX, affine.FLOAT16_MAX).half()
-            y, terms["mean"] = y - mean.float(), mean.squeeze(-2)
-        lo, hi = affine.clip_range(y, -1, _CLIP[int(self.bits)])
-        scale, zero = affine.fit(lo, hi, self.levels)
-        codes = pack(to_tile(affine.quantize(y, scale, zero, self.levels), layout.side), int(self.bits))
-        return assemble(layout, **codes, scale=scale.squeeze(-1), zero=zero.squeeze(-1), **terms)
+        """Fit, round, pack."""
+        bits = int(self.bits)
+        if layout.side is Side.V:
+            codes, scale, zero = affine.refine(hadamard.transform(x), -1, torch.tensor(float(1 << bits)))
+            return assemble(layout, **pack(to_tile(codes, Side.V), bits), scale=scale.squeeze(-1), zero=zero.squeeze(-1))
+        codes, scale, zero = affine.refine(x, -2, self._key_levels(layout.dim).to(x.device))
+        slow = pack_plane(codes[..., _slow_channels(layout.dim)] >> bits, _EXTRA_BITS)
+        low = pack(codes & ((1 << bits) - 1), bits)
+        return assemble(layout, **low, codes_slow=slow, scale=scale.squeeze(-2), zero=zero.squeeze(-2))
 
     def decode(self, slabs: Tensor, layout: SlabLayout) -> Tensor:
-        """Undo each step."""
-        planes = {
-            field.name: extract(slabs, layout, field.name) for field in layout.fields if field.name.startswith("codes")
-        }
-        scale, zero = (extract(slabs, layout, name).unsqueeze(-1) for name in ("scale", "zero"))
-        y = affine.dequantize(from_tile(unpack(planes, int(self.bits)), layout.side), scale, zero)
-        if self._has_mean(layout.side):
-            y = y + extract(slabs, layout, "mean").float().unsqueeze(-2)
-        return hadamard.transform(y, inverse=True)
+        """Unpack and undo."""
+        bits, dim = int(self.bits), layout.dim
+        names = [name for name, _, _ in code_fields(bits, *layout.tile_shape)]
+        codes = unpack({name: extract(slabs, layout, name) for name in names}, bits)
+        scale, zero = extract(slabs, layout, "scale"), extract(slabs, layout, "zero")
+        if layout.side is Side.V:
+            y = affine.dequantize(from_tile(codes, Side.V), scale.unsqueeze(-1), zero.unsqueeze(-1))
+            return hadamard.transform(y, inverse=True)
+        codes[..., _slow_channels(dim)] += unpack_plane(extract(slabs, layout, "codes_slow"), _EXTRA_BITS) << bits
+        return affine.dequantize(codes, scale.unsqueeze(-2), zero.unsqueeze(-2))
 
-    def rotate(self, x: Tensor) -> Tensor:
-        """Multiply by the Hadamard matrix."""
-        return x @ hadamard.matrix(x.shape[-1]).to(x)
+    def rotate(self, x: Tensor, side: Side) -> Tensor:
+        """Values: multiply by the Hadamard matrix."""
+        return x @ hadamard.matrix(x.shape[-1]).to(x) if side is Side.V else x
 
-    def unrotate(self, y: Tensor) -> Tensor:
-        """Multiply by its transpose."""
-        return y @ hadamard.matrix(y.shape[-1]).to(y).T
+    def unrotate(self, y: Tensor, side: Side) -> Tensor:
+        """Values: multiply by its transpose."""
+        return y @ hadamard.matrix(y.shape[-1]).to(y).T if side is Side.V else y
 
     def saturated(self, x: Tensor) -> int:
         """Elements beyond float16."""
         return affine.out_of_range(x)
 
     def numba_reader(self, layout: SlabLayout) -> Reader:
-        """Codes, row terms, and the mean as channel term."""
+        """Codes, and channel terms for K or row terms for V."""
         bits, low, high = int(self.bits), layout.fields[0].offset, layout.fields[1].offset
-        scale, zero = layout["scale"].offset, layout["zero"].offset
-        has_mean = self._has_mean(layout.side)
-        mean = layout["mean"].offset if has_mean else 0
+        scale, zero, is_key = layout["scale"].offset, layout["zero"].offset, layout.side is Side.K
+        slow = layout["codes_slow"].offset if is_key else 0
 
         def read(slab, tile, row_scale, row_zero, channel_scale, channel_zero):  # type: ignore[no-untyped-def]
             unpack_tile(slab, low, high, bits, tile)
-            load_floats(slab, scale, "float16", row_scale)
-            load_floats(slab, zero, "float16", row_zero)
-            if has_mean:
-                load_floats(slab, mean, "float16", channel_zero)
+            if is_key:
+                _add_slow_bits(slab, slow, np.float32(1 << bits), tile)
+                load_floats(slab, scale, "float16", channel_scale)
+                load_floats(slab, zero, "float16", channel_zero)
+            else:
+                load_floats(slab, scale, "float16", row_scale)
+                load_floats(slab, zero, "float16", row_zero)
 
         return read
 
-    def _has_mean(self, side: Side) -> bool:
-        return self.page_mean and side is Side.K
+    def _key_levels(self, dim: int) -> Tensor:
+        """Number of codes of each key channel, float32 [D]."""
+        levels = torch.full((dim,), float(1 << int(self.bits)))
+        levels[_slow_channels(dim)] = float(1 << (int(self.bits) + _EXTRA_BITS))
+        return levels
 
 
-_SOURCE = "ADR 0004; QuaRot arXiv 2404.00456"
+def _slow_channels(dim: int) -> list[int]:
+    """The quarter of channels that RoPE turns slowest: the end of each half, 4 (D // 16) of them in all."""
+    half, count = dim // 2, 2 * (dim // 16)
+    return [*range(half - count, half), *range(dim - count, dim)]
+
+
+@inlined
+def _add_slow_bits(slab, start, weight, tile):  # type: ignore[no-untyped-def]
+    """Compiled: the two high bits of the slow channels, packed as in packing.py, times `weight` onto tile [S, D]."""
+    tokens, dim = tile.shape
+    quarter = dim // 16
+    first, second = dim // 2 - 2 * quarter, dim - 2 * quarter
+    for s in range(tokens):
+        base = start + s * quarter
+        for j in range(quarter):
+            byte = slab[base + j]
+            tile[s, first + j] += weight * np.float32(byte & 3)
+            tile[s, first + quarter + j] += weight * np.float32((byte >> 2) & 3)
+            tile[s, second + j] += weight * np.float32((byte >> 4) & 3)
+            tile[s, second + quarter + j] += weight * np.float32(byte >> 6)
+
+
+_SOURCE = "KIVI, QuaRot, ADR 0004"
 
 CODECS = (
-    RotatedInt("int4", 4, _SOURCE),
-    RotatedInt("int3", 3, _SOURCE, headline=False),
-    RotatedInt("int2", 2, _SOURCE),
+    PageInt("int4", 4, _SOURCE),
+    PageInt("int3", 3, _SOURCE, headline=False),
+    PageInt("int2", 2, _SOURCE),
 )

@@ -35,7 +35,7 @@ def pack(codes: Tensor, bits: int) -> dict[str, Tensor]:
     """codes: uint8 [..., rows, columns] below 2**bits. Returns the arrays of `code_fields` by name."""
     packed, shift = {}, 0
     for (name, _, _), width in zip(code_fields(bits, 1, 8), _PLANES[bits], strict=True):
-        packed[name] = _pack_plane((codes >> shift) & ((1 << width) - 1), width)
+        packed[name] = pack_plane((codes >> shift) & ((1 << width) - 1), width)
         shift += width
     return packed
 
@@ -44,14 +44,15 @@ def unpack(planes: dict[str, Tensor], bits: int) -> Tensor:
     """The inverse of `pack`: uint8 [..., rows, columns]."""
     codes, shift = None, 0
     for plane, width in zip(planes.values(), _PLANES[bits], strict=True):
-        part = _unpack_plane(plane, width) << shift
+        part = unpack_plane(plane, width) << shift
         codes = part if codes is None else codes | part
         shift += width
     assert codes is not None
     return codes
 
 
-def _pack_plane(codes: Tensor, width: int) -> Tensor:
+def pack_plane(codes: Tensor, width: int) -> Tensor:
+    """codes: uint8 [..., n] below 2**width (1, 2, 4 or 8). Returns uint8 [..., n * width / 8]."""
     packed = None
     for i, part in enumerate(codes.chunk(8 // width, dim=-1)):
         packed = part if packed is None else packed | (part << (i * width))
@@ -59,7 +60,8 @@ def _pack_plane(codes: Tensor, width: int) -> Tensor:
     return packed.contiguous()
 
 
-def _unpack_plane(plane: Tensor, width: int) -> Tensor:
+def unpack_plane(plane: Tensor, width: int) -> Tensor:
+    """The inverse of `pack_plane`."""
     mask = (1 << width) - 1
     return torch.cat([(plane >> (i * width)) & mask for i in range(8 // width)], dim=-1)
 

@@ -51,9 +51,9 @@ def mark(tensor: Tensor, owner: Any) -> Tensor:
 def attach(model: Any) -> None:
     """Let the text decoder of `model` ask kvarto where the cache is kvarto's. Doing it again changes nothing. Raises Unsupported."""
     config = model.config.get_text_config(decoder=True)
-    underlying = config._attn_implementation
-    if underlying.startswith(_PREFIX):
+    if is_attached(config):
         return
+    underlying = config._attn_implementation
     remedy = "call model.set_attn_implementation('sdpa') first"
     if underlying not in _UNDERLYING:
         raise Unsupported(f"attention implementation {underlying}: kvarto stands beside sdpa or eager only; {remedy}")
@@ -67,6 +67,11 @@ def attach(model: Any) -> None:
         raise Unsupported(f"{type(model).__name__} does not let its attention implementation be set; use the model's own cache")
 
 
+def is_attached(config: Any) -> bool:
+    """True if the model of this text config asks kvarto."""
+    return str(config._attn_implementation).startswith(_PREFIX)
+
+
 def decoders(model: Any) -> list[Any]:
     """The (sub-)models that run on the text decoder's config."""
     config = model.config.get_text_config(decoder=True)
@@ -76,7 +81,7 @@ def decoders(model: Any) -> list[Any]:
 def detach(model: Any) -> None:
     """Give the model the attention implementation back that it had; its kvarto caches then refuse to go on."""
     config = model.config.get_text_config(decoder=True)
-    if config._attn_implementation.startswith(_PREFIX):
+    if is_attached(config):
         model.set_attn_implementation(_only(model.config, config, config._attn_implementation.removeprefix(_PREFIX)))
 
 

@@ -19,7 +19,7 @@ from transformers import cache_utils
 from kvarto.attention import Footprint, LayerKV, LayerSpec, PagedKV
 from kvarto.errors import ShapeError, Unsupported, UsageError
 from kvarto.formats import Format, Policy, parse_policy
-from kvarto.integrations.interface import Columns, attach, mark
+from kvarto.integrations.interface import Columns, attach, is_attached, mark
 from kvarto.integrations.quirks import OPTIONS, plan_layers, refuse
 
 _START_AGAIN = "call cache.reset() and start again"
@@ -139,7 +139,8 @@ class Cache(cache_utils.Cache):  # type: ignore[misc]
 
     def __init__(self, model: Any, policy: str | Format | Policy, *, kernel: str | None = None) -> None:
         refuse(model)
-        planned = plan_layers(model.config.get_text_config(decoder=True))
+        self._config = model.config.get_text_config(decoder=True)
+        planned = plan_layers(self._config)
         specs = [layer for layer in planned if isinstance(layer, LayerSpec)]
         self.kv = PagedKV(specs, _policy(policy), dtype=model.dtype, device=model.device, kernel=kernel)
         self.columns: Tensor | None = None
@@ -182,7 +183,10 @@ class Cache(cache_utils.Cache):  # type: ignore[misc]
     # ---- masks -----------------------------------------------------------------------------------------------------
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """As `_Layer.get_mask_sizes`; the number of columns carries this cache to the mask function."""
+        """As `_Layer.get_mask_sizes`; the number of columns carries this cache to the mask function. Raises Unsupported if that is not ours."""
+        if not is_attached(self._config):
+            now = self._config._attn_implementation
+            raise Unsupported(f"the model's attention implementation was set to {now} after the cache was made; make a new cache")
         columns, offset = super().get_mask_sizes(query_length, layer_idx)
         return Columns(columns, self), offset
 
@@ -206,7 +210,7 @@ class Cache(cache_utils.Cache):  # type: ignore[misc]
         """Raise Unsupported if a layer's keys never reached kvarto's attention function."""
         if self.waiting is not None:
             reason = f"the keys of layer {self.waiting.index} never reached kvarto's attention function"
-            raise Unsupported(f"{reason}; if model.set_attn_implementation was called since, make a new cache")
+            raise Unsupported(f"{reason}; use the model's own cache")
 
     def _held(self) -> int:
         """Columns that every layer holds."""

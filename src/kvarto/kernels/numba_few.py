@@ -1,149 +1,172 @@
-"""Attention of a few query rows (decode): vector lanes run along the summed axis, the rows share each unpacked tile."""
+"""Attention of a few query rows (decode): vector lanes run along the summed axis, and all rows share each unpacked tile."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from kvarto.jit import inlined
-from kvarto.kernels.numba_pages import LOG2_E, Terms, ask_for, capped, end_seen, exp2, first_seen, hide, read_k, read_v
+from kvarto.kernels.numba_memory import get_float, get_int, put_float
+from kvarto.kernels.numba_pages import (
+    FLOAT_NBYTES,
+    ask_for,
+    cap,
+    end_seen,
+    exp2,
+    factor,
+    fill,
+    first_seen,
+    hide,
+    read_k,
+    read_v,
+    seen_by_all,
+    take,
+)
 from kvarto.kernels.numba_vectors import (
-    blend_values,
-    finish_scores,
-    fold_channels,
+    blend_row,
+    finish_row,
+    fold_row,
     multiply_2_rows,
     multiply_3_rows,
     multiply_4_rows,
     multiply_row,
-    weigh_scores,
+    take_row,
+    weigh_row,
 )
-from kvarto.simd import panels_at
 
 FEW_ROWS = 8
-"""Up to so many rows this way is the faster one."""
+"""Up to so many rows, this way is the faster one."""
 
 
-class FewScratch(NamedTuple):
-    """float32, one thread's own. The two tiles share their memory; M rows of queries."""
+class Few(NamedTuple):
+    """A thread's scratch, addresses of float32 arrays; M rows."""
 
-    k_tile: Any  # [S, Dk]
-    v_tile: Any  # [Dv, S]
-    k: Terms
-    v: Terms
-    q: Any  # [M, Dk], times scale
-    folded: Any  # [M, Dk], times the channel scale
-    scores: Any  # [M, S], then probabilities
-    product: Any  # [M, Dv]
-    q_sum: Any  # [M], as are those below
-    bias: Any
-    fade: Any
-    page_total: Any
-    page_zero: Any
+    q: int  # [M, Dk], times `factor`
+    folded: int  # [M, Dk], times the channel scale
+    scores: int  # [M, S], then weights
+    product: int  # [M, Dv]
+    q_sum: int  # [M], as are those below
+    bias: int
+    fade: int
+    page_total: int
+    rest: int
 
 
 @inlined
-def multiply(tile, x, out):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
-    """out [M, rows] = x [M, n] times tile [rows, n] transposed."""
-    M = x.shape[0]
-    r = 0
-    while M - r >= 4:
-        multiply_4_rows(tile, x, r, out)
-        r += 4
-    if M - r == 3:
-        multiply_3_rows(tile, x, r, out)
-    elif M - r == 2:
-        multiply_2_rows(tile, x, r, out)
-    elif M - r == 1:
-        multiply_row(tile, x, r, out)
+def few_floats(job):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """Numbers of scratch, with room to align each array."""
+    return FEW_ROWS * (2 * job.Dk + job.S + job.Dv + 5) + 9 * 16
 
 
 @inlined
-def attend_few(job, table, pages, tile, head, scratch, out, top, total):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
-    """Queries of a tile (R heads each) to the pages pages[0] .. pages[1] - 1: out [M, Dv] not divided by total [M]; top [M] is the highest score."""
-    M, Dv = out.shape
-    R, S = job.R, job.S
-    take_queries(job, tile, head, scratch)
+def take_few(job, at):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """The scratch from the memory at an address."""
+    q, at = take(at, FEW_ROWS * job.Dk)
+    folded, at = take(at, FEW_ROWS * job.Dk)
+    scores, at = take(at, FEW_ROWS * job.S)
+    product, at = take(at, FEW_ROWS * job.Dv)
+    q_sum, at = take(at, FEW_ROWS)
+    bias, at = take(at, FEW_ROWS)
+    fade, at = take(at, FEW_ROWS)
+    page_total, at = take(at, FEW_ROWS)
+    rest, at = take(at, FEW_ROWS)
+    return Few(q, folded, scores, product, q_sum, bias, fade, page_total, rest)
+
+
+@inlined
+def attend_few(job, queries, head, table, first_page, end_page, unpacked, few, result):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """Attend the queries to pages first_page .. end_page - 1 of their sequence; table int32 [N].
+
+    result: addresses of out [M, Dv], not yet divided by the sums of weights [M], and the highest scores [M].
+    """
+    out, top, total = result
+    M = queries.count * job.R
     for m in range(M):
-        top[m] = -np.inf
-        total[m] = np.float32(0)
-        for d in range(Dv):
-            out[m, d] = np.float32(0)
-    last = tile.position + tile.count - 1
-    for j in range(pages[0], pages[1]):
-        page = table[j]
-        first, end = first_seen(tile.position, j, S, job.sliding_tokens), end_seen(last, j, S)
+        q = ((queries.first + m // job.R) * job.Hkv + head) * job.R + m % job.R
+        q_sum = take_row(job.q + FLOAT_NBYTES * q * job.Dk, job.Dk, factor(job), few.q + FLOAT_NBYTES * m * job.Dk)
+        put_float(few.q_sum, m, q_sum)
+    fill(out, M * job.Dv, np.float32(0))
+    fill(top, M, np.float32(-np.inf))
+    fill(total, M, np.float32(0))
+    last = queries.position + queries.count - 1
+    for j in range(first_page, end_page):
+        page = get_int(table, j)
+        first, end = first_seen(job, queries.position, j), end_seen(job, last, j)
         if page < 0 or first >= end:
             continue
-        read_k(job, page, head, scratch.k_tile, scratch.k)
-        if j + 1 < pages[1]:
-            ask_for(job, table[j + 1], head)
-        score(scratch, job)
-        whole = end_seen(tile.position, j, S) == S and first_seen(last, j, S, job.sliding_tokens) == 0
+        read_k(job, page, head, unpacked)
+        if j + 1 < end_page:
+            ask_for(job, get_int(table, j + 1), head)
+        score(job, M, unpacked, few)
+        whole = seen_by_all(job, queries, j)
         if not whole:
-            mask(scratch.scores, tile, R, j, job.sliding_tokens)
-        read_v(job, page, head, scratch.v_tile, scratch.v)
+            mask(job, queries, j, few)
+        read_v(job, page, head, unpacked)
         if not whole:
-            hide(scratch.v_tile, first, end)
-        add_values(scratch, out, top, total)
+            hide(job, unpacked.tile, first, end)
+        add_values(job, M, unpacked, few, out, top, total)
 
 
 @inlined
-def take_queries(job, tile, head, scratch):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
-    """Row i * R + r is query i of the tile, head r of the group."""
-    R, Dk = job.R, job.Dk
-    q = panels_at(job.q, tile.first_query + tile.count, R * job.Hkv, Dk)
-    factor = np.float32(job.scale if job.softcap > 0 else job.scale * LOG2_E)
-    for i in range(tile.count):
-        for r in range(R):
-            m = i * R + r
-            total = np.float32(0)
-            for d in range(Dk):
-                value = q[tile.first_query + i, head * R + r, d] * factor
-                scratch.q[m, d] = value
-                total += value
-            scratch.q_sum[m] = total
+def multiply(tile, rows, n, M, x, out):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """out [M, rows] = x [M, n] times the transposed tile [rows, n]."""
+    m = 0
+    while m < M:
+        x_m, out_m = x + FLOAT_NBYTES * m * n, out + FLOAT_NBYTES * m * rows
+        if M - m >= 4:
+            multiply_4_rows(tile, rows, n, x_m, out_m)
+        elif M - m == 3:
+            multiply_3_rows(tile, rows, n, x_m, out_m)
+        elif M - m == 2:
+            multiply_2_rows(tile, rows, n, x_m, out_m)
+        else:
+            multiply_row(tile, rows, n, x_m, out_m)
+        m += min(4, M - m)
 
 
 @inlined
-def score(scratch, job):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
-    """scores [M, S] of all slots of the K tile, in units of log 2."""
-    M, S = scratch.scores.shape
+def score(job, M, unpacked, few):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """Scores of all slots of the K tile, in units of log 2."""
+    S, Dk, terms = job.S, job.Dk, unpacked.k
     for m in range(M):
-        scratch.bias[m] = fold_channels(scratch.q[m], scratch.k.channel_scale, scratch.k.channel_zero, scratch.folded[m])
-    multiply(scratch.k_tile, scratch.folded, scratch.scores)
+        row = FLOAT_NBYTES * m * Dk
+        put_float(few.bias, m, fold_row(few.q + row, terms.channel_scale, terms.channel_zero, Dk, few.folded + row))
+    multiply(unpacked.tile, S, Dk, M, few.folded, few.scores)
     for m in range(M):
-        finish_scores(scratch.scores[m], scratch.k.row_scale, scratch.k.row_zero, scratch.q_sum[m], scratch.bias[m])
+        q_sum, bias = get_float(few.q_sum, m), get_float(few.bias, m)
+        finish_row(few.scores + FLOAT_NBYTES * m * S, terms.row_scale, terms.row_zero, S, q_sum, bias)
     if job.softcap > 0:
-        for m in range(M):
-            for s in range(S):
-                scratch.scores[m, s] = capped(scratch.scores[m, s], np.float32(job.softcap)) * np.float32(LOG2_E)
+        cap(job, few.scores, M * S)
 
 
 @inlined
-def mask(scores, tile, R, page, sliding_tokens):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+def mask(job, queries, page, few):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
     """-inf where a query may not look."""
-    M, S = scores.shape
-    for m in range(M):
-        position = tile.position + m // R
-        first, end = first_seen(position, page, S, sliding_tokens), end_seen(position, page, S)
-        for s in range(S):
-            if s < first or s >= end:
-                scores[m, s] = -np.inf
+    for m in range(queries.count * job.R):
+        position, row = queries.position + m // job.R, few.scores + FLOAT_NBYTES * m * job.S
+        first, end = min(job.S, first_seen(job, position, page)), max(0, end_seen(job, position, page))
+        fill(row, first, np.float32(-np.inf))
+        fill(row + FLOAT_NBYTES * end, job.S - end, np.float32(-np.inf))
 
 
 @inlined
-def add_values(scratch, out, top, total):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
-    """One step of the online softmax with the V tile."""
-    M = out.shape[0]
+def add_values(job, M, unpacked, few, out, top, total):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """One step of the online softmax: scores to weights, weights times the V tile."""
+    S, Dv, terms = job.S, job.Dv, unpacked.v
     for m in range(M):
-        highest, page_total, page_zero = weigh_scores(scratch.scores[m], top[m], scratch.v.row_scale, scratch.v.row_zero)
-        fade = exp2(top[m] - highest) if highest > np.float32(-np.inf) else np.float32(0)
-        top[m], total[m] = highest, total[m] * fade + page_total
-        scratch.fade[m], scratch.page_total[m], scratch.page_zero[m] = fade, page_total, page_zero
-    multiply(scratch.v_tile, scratch.scores, scratch.product)
+        before = get_float(top, m)
+        highest, page_total, rest = weigh_row(few.scores + FLOAT_NBYTES * m * S, S, before, terms.row_scale, terms.row_zero)
+        fade = exp2(before - highest) if highest > np.float32(-np.inf) else np.float32(0)
+        put_float(top, m, highest)
+        put_float(total, m, get_float(total, m) * fade + page_total)
+        put_float(few.fade, m, fade)
+        put_float(few.page_total, m, page_total)
+        put_float(few.rest, m, rest)
+    multiply(unpacked.tile, Dv, S, M, few.scores, few.product)
     for m in range(M):
-        blend_values(
-            out[m], scratch.product[m], scratch.v.channel_scale, scratch.v.channel_zero,
-            scratch.fade[m], scratch.page_total[m], scratch.page_zero[m],
+        row = FLOAT_NBYTES * m * Dv
+        blend_row(
+            out + row, few.product + row, terms.channel_scale, terms.channel_zero, Dv,
+            get_float(few.fade, m), get_float(few.page_total, m), get_float(few.rest, m),
         )  # fmt: skip

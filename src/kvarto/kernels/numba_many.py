@@ -2,176 +2,180 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from kvarto.jit import inlined
-from kvarto.kernels.numba_pages import LOG2_E, Terms, ask_for, capped, end_seen, exp2, first_seen, hide, read_k, read_v
-from kvarto.kernels.numba_vectors import PANEL, multiply_panel
-from kvarto.simd import panels_at
+from kvarto.kernels.numba_memory import get_float, get_int, put_float
+from kvarto.kernels.numba_pages import (
+    FLOAT_NBYTES,
+    ask_for,
+    cap,
+    end_seen,
+    factor,
+    fill,
+    first_seen,
+    hide,
+    read_k,
+    read_v,
+    seen_by_all,
+    take,
+)
+from kvarto.kernels.numba_vectors import (
+    PANEL,
+    blend_panel,
+    finish_panel,
+    fold_panel,
+    multiply_panel,
+    scale_panel,
+    weigh_panel,
+)
 
 
-class ManyScratch(NamedTuple):
-    """float32, one thread's own. The two tiles share their memory; N panels; the rows of a panel are lanes."""
+class Many(NamedTuple):
+    """A thread's scratch, addresses of float32 arrays; N panels, whose columns are the rows of queries."""
 
-    k_tile: Any  # [S, Dk]
-    v_tile: Any  # [Dv, S]
-    k: Terms
-    v: Terms
-    q: Any  # N of [Dk, PANEL], times scale
-    folded: Any  # [Dk, PANEL], times the channel scale
-    scores: Any  # N of [S, PANEL], then probabilities
-    product: Any  # [Dv, PANEL]
-    out: Any  # N of [Dv, PANEL]
-    lanes: Any  # N of [LANE_TERMS, PANEL]
-
-
-TOP, TOTAL, Q_SUM, FADE, PAGE_TOTAL, FIRST, END, BIAS, LANE_TERMS = range(9)
+    q: int  # N of [Dk, PANEL], times `factor`
+    folded: int  # [Dk, PANEL], times the channel scale
+    scores: int  # N of [S, PANEL], then weights
+    product: int  # [Dv, PANEL]
+    out: int  # N of [Dv, PANEL]
+    q_sum: int  # N of [PANEL], as are those below
+    top: int
+    total: int
+    fade: int
+    page_total: int
+    column: int  # [PANEL], short-lived
 
 
 @inlined
-def attend_many(job, table, pages, tile, head, scratch, out, top, total):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+def many_floats(job):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """Numbers of scratch, with room to align each array."""
+    panels = -(-job.most_rows // PANEL)
+    return PANEL * (panels * (job.Dk + job.S + job.Dv + 5) + job.Dk + job.Dv + 1) + 11 * 16
+
+
+@inlined
+def take_many(job, at):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """The scratch from the memory at an address."""
+    panels = -(-job.most_rows // PANEL)
+    q, at = take(at, panels * job.Dk * PANEL)
+    folded, at = take(at, job.Dk * PANEL)
+    scores, at = take(at, panels * job.S * PANEL)
+    product, at = take(at, job.Dv * PANEL)
+    out, at = take(at, panels * job.Dv * PANEL)
+    q_sum, at = take(at, panels * PANEL)
+    top, at = take(at, panels * PANEL)
+    total, at = take(at, panels * PANEL)
+    fade, at = take(at, panels * PANEL)
+    page_total, at = take(at, panels * PANEL)
+    column, at = take(at, PANEL)
+    return Many(q, folded, scores, product, out, q_sum, top, total, fade, page_total, column)
+
+
+@inlined
+def attend_many(job, queries, head, table, first_page, end_page, unpacked, many, result):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
     """As `numba_few.attend_few`."""
-    M, Dv = out.shape
-    R, S = job.R, job.S
+    M = queries.count * job.R
     panels = -(-M // PANEL)
-    for n in range(panels):
-        take_panel(job, tile, head, n, scratch.q[n], scratch.lanes[n])
-        for d in range(Dv):
-            for c in range(PANEL):
-                scratch.out[n, d, c] = np.float32(0)
-    last = tile.position + tile.count - 1
-    for j in range(pages[0], pages[1]):
-        page = table[j]
-        first, end = first_seen(tile.position, j, S, job.sliding_tokens), end_seen(last, j, S)
+    take_panels(job, queries, head, panels, many)
+    fill(many.out, panels * job.Dv * PANEL, np.float32(0))
+    fill(many.top, panels * PANEL, np.float32(-np.inf))
+    fill(many.total, panels * PANEL, np.float32(0))
+    last = queries.position + queries.count - 1
+    for j in range(first_page, end_page):
+        page = get_int(table, j)
+        first, end = first_seen(job, queries.position, j), end_seen(job, last, j)
         if page < 0 or first >= end:
             continue
-        whole = end_seen(tile.position, j, S) == S and first_seen(last, j, S, job.sliding_tokens) == 0
-        if whole:
-            first, end = 0, S
-        read_k(job, page, head, scratch.k_tile, scratch.k)
-        if j + 1 < pages[1]:
-            ask_for(job, table[j + 1], head)
+        read_k(job, page, head, unpacked)
+        if j + 1 < end_page:
+            ask_for(job, get_int(table, j + 1), head)
+        whole = seen_by_all(job, queries, j)
         for n in range(panels):
-            score_panel(scratch, scratch.q[n], scratch.scores[n], scratch.lanes[n], job)
+            score_panel(job, n, unpacked, many)
             if not whole:
-                mask_panel(scratch.scores[n], scratch.lanes[n], tile, R, n, j, job.sliding_tokens)
-            weigh_panel(scratch.scores[n], scratch.lanes[n])
-        read_v(job, page, head, scratch.v_tile, scratch.v)
+                mask_panel(job, queries, n, j, many)
+            weigh(job, n, many)
+        read_v(job, page, head, unpacked)
         if not whole:
-            hide(scratch.v_tile, first, end)
+            hide(job, unpacked.tile, first, end)
         for n in range(panels):
-            add_panel(scratch, first, end, scratch.scores[n], scratch.lanes[n], scratch.out[n])
+            add_values(job, n, unpacked, many)
+    give_panels(job, M, many, result)
+
+
+@inlined
+def take_panels(job, queries, head, panels, many):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """Column m of all panels is query m // R, head m % R of the group. Columns beyond the last row repeat it."""
+    M, scale = queries.count * job.R, factor(job)
+    for n in range(panels):
+        panel = many.q + FLOAT_NBYTES * n * job.Dk * PANEL
+        for c in range(PANEL):
+            m = min(n * PANEL + c, M - 1)
+            q = job.q + FLOAT_NBYTES * (((queries.first + m // job.R) * job.Hkv + head) * job.R + m % job.R) * job.Dk
+            q_sum = np.float32(0)
+            for d in range(job.Dk):
+                x = get_float(q, d) * scale
+                put_float(panel, d * PANEL + c, x)
+                q_sum += x
+            put_float(many.q_sum, n * PANEL + c, q_sum)
+
+
+@inlined
+def give_panels(job, M, many, result):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """The panels' results as rows."""
+    out, top, total = result
     for m in range(M):
-        n, c = m // PANEL, m % PANEL
-        top[m], total[m] = scratch.lanes[n, TOP, c], scratch.lanes[n, TOTAL, c]
-        for d in range(Dv):
-            out[m, d] = scratch.out[n, d, c]
+        panel, c = many.out + FLOAT_NBYTES * (m // PANEL) * job.Dv * PANEL, m % PANEL
+        for d in range(job.Dv):
+            put_float(out, m * job.Dv + d, get_float(panel, d * PANEL + c))
+        put_float(top, m, get_float(many.top, m))
+        put_float(total, m, get_float(many.total, m))
 
 
 @inlined
-def take_panel(job, tile, head, n, panel, lanes):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
-    """Row i * R + r of the tile is query i, head r of the group. Lanes beyond the last row repeat it."""
-    R, Dk = job.R, job.Dk
-    M = tile.count * R
-    q = panels_at(job.q, tile.first_query + tile.count, R * job.Hkv, Dk)
-    factor = np.float32(job.scale if job.softcap > 0 else job.scale * LOG2_E)
-    for c in range(PANEL):
-        m = min(n * PANEL + c, M - 1)
-        q_sum = np.float32(0)
-        for d in range(Dk):
-            value = q[tile.first_query + m // R, head * R + m % R, d] * factor
-            panel[d, c] = value
-            q_sum += value
-        lanes[Q_SUM, c] = q_sum
-        lanes[TOP, c] = -np.inf
-        lanes[TOTAL, c] = np.float32(0)
-
-
-@inlined
-def score_panel(scratch, q, scores, lanes, job):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
-    """scores [S, PANEL] of all slots of the K tile, in units of log 2."""
-    Dk = q.shape[0]
-    S = scores.shape[0]
-    plain_scale, plain_zero = True, True
-    for d in range(Dk):
-        plain_scale &= scratch.k.channel_scale[d] == np.float32(1)
-        plain_zero &= scratch.k.channel_zero[d] == np.float32(0)
-    if plain_scale:
-        multiply_panel(scratch.k_tile, q, scores)
-    else:
-        for d in range(Dk):
-            for c in range(PANEL):
-                scratch.folded[d, c] = q[d, c] * scratch.k.channel_scale[d]
-        multiply_panel(scratch.k_tile, scratch.folded, scores)
-    for c in range(PANEL):
-        lanes[BIAS, c] = np.float32(0)
-    if not plain_zero:
-        for d in range(Dk):
-            for c in range(PANEL):
-                lanes[BIAS, c] += q[d, c] * scratch.k.channel_zero[d]
-    for s in range(S):
-        for c in range(PANEL):
-            scores[s, c] = scores[s, c] * scratch.k.row_scale[s] + (scratch.k.row_zero[s] * lanes[Q_SUM, c] + lanes[BIAS, c])
+def score_panel(job, n, unpacked, many):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """Scores of all slots of the K tile, in units of log 2."""
+    S, Dk, terms, panel = job.S, job.Dk, unpacked.k, FLOAT_NBYTES * n * PANEL
+    scores = many.scores + panel * S
+    fold_panel(many.q + panel * Dk, terms.channel_scale, terms.channel_zero, Dk, many.folded, many.column)
+    multiply_panel(unpacked.tile, S, Dk, many.folded, scores)
+    finish_panel(scores, terms.row_scale, terms.row_zero, S, many.q_sum + panel, many.column)
     if job.softcap > 0:
-        softcap = np.float32(job.softcap)
-        for s in range(S):
-            for c in range(PANEL):
-                scores[s, c] = capped(scores[s, c], softcap) * np.float32(LOG2_E)
+        cap(job, scores, S * PANEL)
 
 
 @inlined
-def mask_panel(scores, lanes, tile, R, n, page, sliding_tokens):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+def mask_panel(job, queries, n, page, many):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
     """-inf where a query may not look."""
-    S, M = scores.shape[0], tile.count * R
+    scores = many.scores + FLOAT_NBYTES * n * PANEL * job.S
     for c in range(PANEL):
-        position = tile.position + min(n * PANEL + c, M - 1) // R
-        lanes[FIRST, c] = np.float32(first_seen(position, page, S, sliding_tokens))
-        lanes[END, c] = np.float32(end_seen(position, page, S))
-    for s in range(S):
-        slot = np.float32(s)
-        for c in range(PANEL):
-            seen = (slot >= lanes[FIRST, c]) & (slot < lanes[END, c])
-            scores[s, c] = scores[s, c] if seen else np.float32(-np.inf)
+        position = queries.position + min((n * PANEL + c) // job.R, queries.count - 1)
+        first, end = first_seen(job, position, page), end_seen(job, position, page)
+        for s in range(job.S):
+            if s < first or s >= end:
+                put_float(scores, s * PANEL + c, np.float32(-np.inf))
 
 
 @inlined
-def weigh_panel(scores, lanes):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
-    """Scores to probabilities relative to the highest so far; FADE is what earlier sums are worth now."""
-    S = scores.shape[0]
-    for c in range(PANEL):
-        lanes[FADE, c] = lanes[TOP, c]
-    for s in range(S):
-        for c in range(PANEL):
-            lanes[TOP, c] = max(lanes[TOP, c], scores[s, c])
-    for c in range(PANEL):
-        base = lanes[TOP, c] if lanes[TOP, c] > np.float32(-np.inf) else np.float32(0)
-        lanes[FADE, c] = exp2(lanes[FADE, c] - base)
-        lanes[BIAS, c] = base
-        lanes[PAGE_TOTAL, c] = np.float32(0)
-    for s in range(S):
-        for c in range(PANEL):
-            scores[s, c] = exp2(scores[s, c] - lanes[BIAS, c])
-    for s in range(S):
-        for c in range(PANEL):
-            lanes[PAGE_TOTAL, c] += scores[s, c]
-    for c in range(PANEL):
-        lanes[TOTAL, c] = lanes[TOTAL, c] * lanes[FADE, c] + lanes[PAGE_TOTAL, c]
+def weigh(job, n, many):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """Scores to weights, relative to the highest score so far."""
+    panel = FLOAT_NBYTES * n * PANEL
+    weigh_panel(many.scores + panel * job.S, job.S, many.top + panel, many.fade + panel, many.page_total + panel)
+    for c in range(n * PANEL, (n + 1) * PANEL):
+        put_float(many.total, c, get_float(many.total, c) * get_float(many.fade, c) + get_float(many.page_total, c))
 
 
 @inlined
-def add_panel(scratch, first, end, weights, lanes, out):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
-    """One step of the online softmax, over the slots first .. end - 1; the other weights are 0."""
-    Dv = out.shape[0]
-    for c in range(PANEL):
-        lanes[BIAS, c] = np.float32(0)
-    for s in range(first, end):
-        for c in range(PANEL):
-            lanes[BIAS, c] += weights[s, c] * scratch.v.row_zero[s]
-            weights[s, c] *= scratch.v.row_scale[s]
-    multiply_panel(scratch.v_tile, weights, scratch.product)
-    for d in range(Dv):
-        scale, zero = scratch.v.channel_scale[d], scratch.v.channel_zero[d]
-        for c in range(PANEL):
-            out[d, c] = out[d, c] * lanes[FADE, c] + (scratch.product[d, c] * scale + (lanes[BIAS, c] + zero * lanes[PAGE_TOTAL, c]))
+def add_values(job, n, unpacked, many):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """Weights times the V tile."""
+    S, Dv, terms, panel = job.S, job.Dv, unpacked.v, FLOAT_NBYTES * n * PANEL
+    weights = many.scores + panel * S
+    scale_panel(weights, terms.row_scale, terms.row_zero, S, many.column)
+    multiply_panel(unpacked.tile, Dv, S, weights, many.product)
+    blend_panel(
+        many.out + panel * Dv, many.product, terms.channel_scale, terms.channel_zero, Dv,
+        many.fade + panel, many.page_total + panel, many.column,
+    )  # fmt: skip

@@ -1,21 +1,22 @@
-"""What the compiled CPU kernels share: where pages lie, which slots a query sees, and an exponential that fits a vector.
+"""What the compiled CPU kernels share: the job, its memory, which slots a query sees, and a scalar power of two.
 
-Scores are kept in units of log 2, so that a probability is a power of two and needs no careful reduction of its argument.
-
-Everything here is called from compiled code (numba_kernel.py). Numbers are float32 throughout: a float64 constant would widen a loop.
+Everything here is called from compiled code (numba_kernel.py). Arrays are given by address. Scores are kept in units of log 2, so that a weight
+is a power of two. Numbers are float32 throughout: a float64 constant would widen a loop.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from kvarto.jit import inlined
-from kvarto.simd import EXP2, address_of, call_reader, power_of_two, prefetch
+from kvarto.kernels.numba_memory import call_reader, get_float, power_of_two, prefetch, put_float
+from kvarto.simd import EXP2
 
 LOG2_E = 1.4426950408889634
-
+LINE_NBYTES = 64
+FLOAT_NBYTES = 4
 
 JOB = np.dtype(
     [(name, np.int64) for name in (
@@ -35,48 +36,74 @@ JOB = np.dtype(
 """One launch: everything that the compiled code is told."""
 
 
-class Tile(NamedTuple):
-    """Consecutive queries of one sequence within one page. `first_query` is their row in q, `position` the first one's place in the sequence."""
+class Queries(NamedTuple):
+    """Consecutive queries of one sequence within one page, R heads each. `first` is their row in q, `position` the first one's place."""
 
     row: int
-    first_query: int
+    first: int
     count: int
     position: int
 
 
 class Terms(NamedTuple):
-    """The affine terms of a tile (codecs/base.py): float32 [S], [S], [D], [D]."""
+    """The affine terms of a tile (codecs/base.py), addresses of [S], [S], [D], [D]."""
 
-    row_scale: Any
-    row_zero: Any
-    channel_scale: Any
-    channel_zero: Any
-
-
-@inlined
-def read_k(job, page, head, tile, terms):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
-    """Unpack the K slab of a head: tile [S, Dk] and its terms."""
-    call(job.read_k, job.pages + page * job.page_stride + head * (job.k_nbytes + job.v_nbytes), tile, terms)
+    row_scale: int
+    row_zero: int
+    channel_scale: int
+    channel_zero: int
 
 
-@inlined
-def read_v(job, page, head, tile, terms):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
-    """Unpack the V slab of a head: tile [Dv, S] and its terms."""
-    call(job.read_v, job.pages + page * job.page_stride + head * (job.k_nbytes + job.v_nbytes) + job.k_nbytes, tile, terms)
+class Unpacked(NamedTuple):
+    """Where a page of a head is unpacked to: the K tile [S, Dk], then in the same memory the V tile [Dv, S], and their terms."""
+
+    tile: int
+    k: Terms
+    v: Terms
 
 
 @inlined
-def call(reader, slab, tile, terms):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
-    """Call a tile reader."""
-    call_reader(
-        reader,
-        slab,
-        address_of(tile),
-        address_of(terms.row_scale),
-        address_of(terms.row_zero),
-        address_of(terms.channel_scale),
-        address_of(terms.channel_zero),
-    )
+def take(at, floats):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """(`at` rounded up to a cache line, the address after `floats` numbers from there)."""
+    begin = (at + LINE_NBYTES - 1) // LINE_NBYTES * LINE_NBYTES
+    return begin, begin + FLOAT_NBYTES * floats
+
+
+@inlined
+def take_terms(at, S, D):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """(terms that change nothing, the address after them)."""
+    row_scale, at = take(at, S)
+    row_zero, at = take(at, S)
+    channel_scale, at = take(at, D)
+    channel_zero, at = take(at, D)
+    fill(row_scale, S, np.float32(1))
+    fill(row_zero, S, np.float32(0))
+    fill(channel_scale, D, np.float32(1))
+    fill(channel_zero, D, np.float32(0))
+    return Terms(row_scale, row_zero, channel_scale, channel_zero), at
+
+
+@inlined
+def fill(address, n, x):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """Write x n times."""
+    for i in range(n):
+        put_float(address, i, x)
+
+
+@inlined
+def read_k(job, page, head, unpacked):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """Unpack the K slab of a head."""
+    slab = job.pages + page * job.page_stride + head * (job.k_nbytes + job.v_nbytes)
+    terms = unpacked.k
+    call_reader(job.read_k, slab, unpacked.tile, terms.row_scale, terms.row_zero, terms.channel_scale, terms.channel_zero)
+
+
+@inlined
+def read_v(job, page, head, unpacked):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """Unpack the V slab of a head."""
+    slab = job.pages + page * job.page_stride + head * (job.k_nbytes + job.v_nbytes) + job.k_nbytes
+    terms = unpacked.v
+    call_reader(job.read_v, slab, unpacked.tile, terms.row_scale, terms.row_zero, terms.channel_scale, terms.channel_zero)
 
 
 @inlined
@@ -88,33 +115,52 @@ def ask_for(job, page, head):  # type: ignore[no-untyped-def]  # noqa: ANN001, A
 
 
 @inlined
-def first_seen(position, page, page_tokens, sliding_tokens):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
-    """The first slot of a page that a query at `position` sees; beyond S if none."""
-    if sliding_tokens < 0:
-        return 0
-    return max(0, position - sliding_tokens + 1 - page * page_tokens)
+def first_seen(job, position, page):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """The first slot of a page that a query at `position` sees; S or more if none."""
+    return max(0, position - job.sliding_tokens + 1 - page * job.S) if job.sliding_tokens >= 0 else 0
 
 
 @inlined
-def end_seen(position, page, page_tokens):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+def end_seen(job, position, page):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
     """One more than the last slot of a page that a query at `position` sees; 0 or less if none."""
-    return min(page_tokens, position + 1 - page * page_tokens)
+    return min(job.S, position + 1 - page * job.S)
 
 
 @inlined
-def hide(tile, first, end):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
-    """Zero the slots of a V tile [Dv, S] outside first .. end, which may hold anything: a probability of 0 times NaN is NaN."""
-    channels, slots = tile.shape
-    for d in range(channels):
-        for s in range(first):
-            tile[d, s] = np.float32(0)
-        for s in range(end, slots):
-            tile[d, s] = np.float32(0)
+def seen_by_all(job, queries, page):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """True if every query sees every slot of the page."""
+    return end_seen(job, queries.position, page) == job.S and first_seen(job, queries.position + queries.count - 1, page) == 0
+
+
+@inlined
+def hide(job, tile, first, end):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """Zero the slots of a V tile outside first .. end - 1, which may hold anything: a weight of 0 times NaN is NaN."""
+    for d in range(job.Dv):
+        row = tile + FLOAT_NBYTES * d * job.S
+        fill(row, first, np.float32(0))
+        fill(row + FLOAT_NBYTES * end, job.S - end, np.float32(0))
+
+
+@inlined
+def factor(job):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """What q is multiplied by: the scale, and unless a softcap comes first the step to units of log 2."""
+    return np.float32(job.scale) if job.softcap > 0 else np.float32(job.scale * LOG2_E)
+
+
+@inlined
+def cap(job, scores, n):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """Softcap of n scores, and the step to units of log 2. softcap * tanh(x / softcap), within 2e-7 * softcap of it."""
+    softcap = np.float32(job.softcap)
+    for i in range(n):
+        x = get_float(scores, i)
+        e = exp2(np.float32(-2 * LOG2_E) * abs(x / softcap))
+        size = softcap * np.float32(LOG2_E) * (np.float32(1) - e) / (np.float32(1) + e)
+        put_float(scores, i, size if x >= np.float32(0) else -size)
 
 
 @inlined
 def exp2(x):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
-    """2^x for x <= 0, within 3e-7 of it; 0 below -126 and NaN for NaN. Cephes' polynomial, in operations that LLVM turns into vectors."""
+    """2^x for x <= 0: the scalar twin of `Emitter.exp2`, 0 below -126 and NaN for NaN."""
     y = max(x, np.float32(-126))
     n = np.float32(np.floor(y + np.float32(0.5)))
     f = y - n
@@ -128,11 +174,3 @@ def exp2(x):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
     if x >= np.float32(-126):
         return p
     return np.float32(0) if x < np.float32(-126) else x
-
-
-@inlined
-def capped(score, softcap):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
-    """softcap * tanh(score / softcap), within 2e-7 * softcap of it."""
-    e = exp2(np.float32(-2 * LOG2_E) * abs(score / softcap))
-    size = softcap * (np.float32(1) - e) / (np.float32(1) + e)
-    return size if score >= np.float32(0) else -size

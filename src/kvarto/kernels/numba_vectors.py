@@ -1,6 +1,7 @@
-"""The inner products and the softmax of attention, in vectors (kvarto/simd.py). float32; every length is a multiple of 8.
+"""The inner products and the softmax of attention, in vectors (kvarto/simd.py).
 
-A tile [rows, n] is multiplied in one of two ways, and each has its steps of the online softmax:
+Arrays are float32 and given by address: numba's own arrays count references, which costs more than the work of a page. Lengths are multiples
+of 8. A tile [rows, n] is multiplied in one of two ways, and each has its steps of the online softmax:
 
 - `multiply_row` .. `multiply_4_rows`   by 1 to 4 vectors [n]: lanes run along n and are added up at the end. For few queries.
 - `multiply_panel`                      by a panel [n, PANEL]: lanes are columns of the panel, nothing is added across them. For many queries.
@@ -12,7 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
 from kvarto.simd import LANES, Emitter, integer, lowered
@@ -22,56 +22,61 @@ PANEL = 2 * LANES
 # A block of accumulators must fit the registers (32, but 16 for AVX2) and be large enough to hide the latency of a multiply-add.
 _PANEL_ROWS = 4 if LANES == 8 else 8
 _BLOCK = 8 if LANES == 8 else 16
+_VECTORS = PANEL // LANES
+
+_address = _count = types.int64
+_number = types.float32
 
 # ---- products ------------------------------------------------------------------------------------------------------
 
 
 def _panel(e: Emitter) -> None:
-    tile, x, out = e.array(0), e.array(1), e.array(2)
-    rows, n = cgutils.unpack_tuple(e.builder, tile.shape)
-    vectors = PANEL // LANES
-    slots = e.accumulators(_PANEL_ROWS * vectors)
+    (tile, x, out), rows, n = e.floats(0, 3, 4), e.arguments[1], e.arguments[2]
+    slots = e.accumulators(_PANEL_ROWS * _VECTORS)
     with e.loop(integer(0), rows, _PANEL_ROWS) as (row, _):
         e.clear(slots)
         with e.loop(integer(0), n, 1) as (k, _):
-            columns = [e.load(x.data, e.index((k, integer(PANEL)), integer(v * LANES)), LANES) for v in range(vectors)]
+            columns = [e.load(x, _column(e, k, v)) for v in range(_VECTORS)]
             for i in range(_PANEL_ROWS):
-                code = e.splat(e.builder.load(e.builder.gep(tile.data, [e.index((e.index(row, integer(i)), n), k)])))
-                for v in range(vectors):
-                    e.accumulate(slots[i * vectors + v], code, columns[v])
+                code = e.splat(e.builder.load(e.builder.gep(tile, [e.index((e.index(row, integer(i)), n), k)])))
+                for v in range(_VECTORS):
+                    e.accumulate(slots[i * _VECTORS + v], code, columns[v])
         for i in range(_PANEL_ROWS):
-            for v in range(vectors):
-                place = e.index((e.index(row, integer(i)), integer(PANEL)), integer(v * LANES))
-                e.store(e.builder.load(slots[i * vectors + v]), out.data, place)
+            for v in range(_VECTORS):
+                e.store(e.builder.load(slots[i * _VECTORS + v]), out, _column(e, e.index(row, integer(i)), v))
+
+
+def _column(e: Emitter, row: Any, v: int) -> Any:
+    """Index of vector v of a row of a panel."""
+    return e.index((row, integer(PANEL)), integer(v * LANES))
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def multiply_panel(_context: Any, tile: Any, x: Any, out: Any) -> Any:
-    """out[row, c] = sum over k of tile[row, k] * x[k, c]. tile [rows, n], x [n, PANEL], out [rows, PANEL]; rows a multiple of 8."""
-    return types.void(tile, x, out), lowered(_panel)
+def multiply_panel(_context: Any, tile: Any, rows: Any, n: Any, x: Any, out: Any) -> Any:
+    """out[row, c] = sum over k of tile[row, k] * x[k, c]. tile [rows, n], x [n, PANEL], out [rows, PANEL]."""
+    return types.void(_address, _count, _count, _address, _address), lowered(_panel)
 
 
 def _rows(vectors: int) -> Callable[[Emitter], None]:
     block = 8 if vectors <= 2 and _BLOCK == 16 else _BLOCK // 4
 
     def emit(e: Emitter) -> None:
-        tile, x, out, first = e.array(0), e.array(1), e.array(3), e.arguments[2]
-        rows, n = cgutils.unpack_tuple(e.builder, tile.shape)
+        (tile, x, out), rows, n = e.floats(0, 3, 4), e.arguments[1], e.arguments[2]
         slots = e.accumulators(block * vectors)
         with e.loop(integer(0), rows, block) as (row, _):
             e.clear(slots)
 
             def step(k: Any, lanes: int) -> None:
-                xs = [e.load(x.data, e.index((e.index(first, integer(r)), n), k), lanes) for r in range(vectors)]
+                xs = [e.load(x, e.index((n, integer(r)), k), lanes) for r in range(vectors)]
                 for i in range(block):
-                    codes = e.load(tile.data, e.index((e.index(row, integer(i)), n), k), lanes)
+                    codes = e.load(tile, e.index((e.index(row, integer(i)), n), k), lanes)
                     for r in range(vectors):
                         e.accumulate(slots[r * block + i], codes, xs[r])
 
             e.runs(n, step)
             sums, owners = e.add_lanes([e.builder.load(slot) for slot in slots])
             for r in range(vectors):
-                _store_sums(e, sums, owners, range(r * block, (r + 1) * block), (out.data, e.index((e.index(first, integer(r)), rows), row)))
+                _store_sums(e, sums, owners, range(r * block, (r + 1) * block), (out, e.index((rows, integer(r)), row)))
 
     return emit
 
@@ -88,37 +93,58 @@ def _store_sums(e: Emitter, sums: Sequence[Any], owners: Sequence[list[int]], wa
 
 
 _ROWS = [lowered(_rows(vectors)) for vectors in (1, 2, 3, 4)]
+_ROWS_SIGNATURE = types.void(_address, _count, _count, _address, _address)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def multiply_row(_context: Any, tile: Any, x: Any, first: Any, out: Any) -> Any:
-    """out[first, row] = sum over k of tile[row, k] * x[first, k]. tile [rows, n], x [M, n], out [M, rows]; rows and n multiples of 8."""
-    return types.void(tile, x, types.int64, out), _ROWS[0]
+def multiply_row(_context: Any, tile: Any, rows: Any, n: Any, x: Any, out: Any) -> Any:
+    """out[row] = sum over k of tile[row, k] * x[k]. tile [rows, n], x [n], out [rows]."""
+    return _ROWS_SIGNATURE, _ROWS[0]
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def multiply_2_rows(_context: Any, tile: Any, x: Any, first: Any, out: Any) -> Any:
-    """As `multiply_row`, for x[first] and x[first + 1]."""
-    return types.void(tile, x, types.int64, out), _ROWS[1]
+def multiply_2_rows(_context: Any, tile: Any, rows: Any, n: Any, x: Any, out: Any) -> Any:
+    """As `multiply_row`, for x [2, n] and out [2, rows]."""
+    return _ROWS_SIGNATURE, _ROWS[1]
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def multiply_3_rows(_context: Any, tile: Any, x: Any, first: Any, out: Any) -> Any:
-    """As `multiply_row`, for 3 rows of x."""
-    return types.void(tile, x, types.int64, out), _ROWS[2]
+def multiply_3_rows(_context: Any, tile: Any, rows: Any, n: Any, x: Any, out: Any) -> Any:
+    """As `multiply_row`, for x [3, n] and out [3, rows]."""
+    return _ROWS_SIGNATURE, _ROWS[2]
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def multiply_4_rows(_context: Any, tile: Any, x: Any, first: Any, out: Any) -> Any:
-    """As `multiply_row`, for 4 rows of x."""
-    return types.void(tile, x, types.int64, out), _ROWS[3]
+def multiply_4_rows(_context: Any, tile: Any, rows: Any, n: Any, x: Any, out: Any) -> Any:
+    """As `multiply_row`, for x [4, n] and out [4, rows]."""
+    return _ROWS_SIGNATURE, _ROWS[3]
 
 
-# ---- softmax for few queries: one row of scores at a time, lanes are slots -------------------------------------------
+# ---- few queries: one row at a time, lanes are slots or channels -----------------------------------------------------
+
+
+def _take(e: Emitter) -> Any:
+    source, out = e.floats(0, 3)
+    factor, (total,) = e.splat(e.arguments[2]), e.accumulators(1)
+    e.clear([total])
+
+    def step(k: Any, lanes: int) -> None:
+        x = e.builder.fmul(e.load(source, k, lanes), factor)
+        e.builder.store(e.builder.fadd(e.builder.load(total), x), total)
+        e.store(x, out, k, lanes)
+
+    e.runs(e.arguments[1], step)
+    return e.total(e.builder.load(total))
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def take_row(_context: Any, source: Any, n: Any, factor: Any, out: Any) -> Any:
+    """out [n] = source [n] * factor; returns the sum of out."""
+    return _number(_address, _count, _number, _address), lowered(_take)
 
 
 def _fold(e: Emitter) -> Any:
-    q, scale, zero, folded = (e.array(i).data for i in range(4))
+    q, scale, zero, folded = e.floats(0, 1, 2, 4)
     (bias,) = e.accumulators(1)
     e.clear([bias])
 
@@ -127,74 +153,197 @@ def _fold(e: Emitter) -> Any:
         e.accumulate(bias, x, e.load(zero, k, lanes))
         e.store(e.builder.fmul(x, e.load(scale, k, lanes)), folded, k, lanes)
 
-    e.runs(e.length(0), step)
+    e.runs(e.arguments[3], step)
     return e.total(e.builder.load(bias))
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def fold_channels(_context: Any, q: Any, scale: Any, zero: Any, folded: Any) -> Any:
-    """folded = q * scale, all [Dk]; returns q.zero."""
-    return types.float32(q, scale, zero, folded), lowered(_fold)
+def fold_row(_context: Any, q: Any, scale: Any, zero: Any, n: Any, folded: Any) -> Any:
+    """folded = q * scale; returns q.zero. All [n]."""
+    return _number(_address, _address, _address, _count, _address), lowered(_fold)
 
 
 def _finish(e: Emitter) -> None:
-    scores, scale, zero = (e.array(i).data for i in range(3))
-    q_sum, bias = e.splat(e.arguments[3]), e.splat(e.arguments[4])
+    scores, scale, zero = e.floats(0, 1, 2)
+    q_sum, bias = e.splat(e.arguments[4]), e.splat(e.arguments[5])
 
     def step(s: Any, lanes: int) -> None:
         rest = e.fma(e.load(zero, s, lanes), q_sum, bias)
         e.store(e.fma(e.load(scores, s, lanes), e.load(scale, s, lanes), rest), scores, s, lanes)
 
-    e.runs(e.length(0), step)
+    e.runs(e.arguments[3], step)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def finish_scores(_context: Any, scores: Any, scale: Any, zero: Any, q_sum: Any, bias: Any) -> Any:
-    """scores = scores * scale + zero * q_sum + bias, all [S]."""
-    return types.void(scores, scale, zero, types.float32, types.float32), lowered(_finish)
+def finish_row(_context: Any, scores: Any, scale: Any, zero: Any, S: Any, q_sum: Any, bias: Any) -> Any:  # noqa: PLR0913
+    """scores = scores * scale + zero * q_sum + bias; the first three are [S]."""
+    return types.void(_address, _address, _address, _count, _number, _number), lowered(_finish)
 
 
 def _weigh(e: Emitter) -> Any:
-    b, scores, scale, zero = e.builder, e.array(0).data, e.array(2).data, e.array(3).data
+    b, (scores, scale, zero), S = e.builder, e.floats(0, 3, 4), e.arguments[1]
     highest, total, zeros = e.accumulators(3)
-    b.store(e.splat(e.arguments[1]), highest)
+    b.store(e.splat(e.arguments[2]), highest)
     e.clear([total, zeros])
-    e.runs(e.length(0), lambda s, lanes: b.store(e.larger(e.load(scores, s, lanes), b.load(highest)), highest))
+    with e.loop(integer(0), S, LANES) as (s, _):  # S is a multiple of 32.
+        b.store(e.larger(e.load(scores, s), b.load(highest)), highest)
     top = e.highest(b.load(highest))
-    base = e.splat(e.finite_or_0(top))
-
-    def step(s: Any, lanes: int) -> None:
-        weight = e.exp2(b.fsub(e.load(scores, s, lanes), base))
+    base = e.finite_or_0(e.splat(top))
+    with e.loop(integer(0), S, LANES) as (s, _):
+        weight = e.exp2(b.fsub(e.load(scores, s), base))
         b.store(b.fadd(b.load(total), weight), total)
-        e.accumulate(zeros, weight, e.where_positive(weight, e.load(zero, s, lanes)))
-        e.store(b.fmul(weight, e.where_positive(weight, e.load(scale, s, lanes))), scores, s, lanes)
-
-    e.runs(e.length(0), step)
+        e.accumulate(zeros, weight, e.where_positive(weight, e.load(zero, s)))
+        e.store(b.fmul(weight, e.where_positive(weight, e.load(scale, s))), scores, s)
     return e.tuple([top, e.total(b.load(total)), e.total(b.load(zeros))])
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def weigh_scores(_context: Any, scores: Any, top: Any, scale: Any, zero: Any) -> Any:
-    """Scores to weights 2^(score - new top), times scale; all [S]. Returns (new top, sum of weights, sum of weights times zero).
+def weigh_row(_context: Any, scores: Any, S: Any, top: Any, scale: Any, zero: Any) -> Any:
+    """Scores to weights 2^(score - new top), times scale. Returns (new top, sum of weights, sum of weights times zero). Arrays are [S].
 
     Where the weight is 0 the terms may be anything.
     """
-    kind = types.UniTuple(types.float32, 3)
-    return kind(scores, types.float32, scale, zero), lowered(_weigh)
+    return types.UniTuple(_number, 3)(_address, _count, _number, _address, _address), lowered(_weigh)
 
 
 def _blend(e: Emitter) -> None:
-    out, product, scale, zero = (e.array(i).data for i in range(4))
-    fade, total, rest = (e.splat(e.arguments[i]) for i in range(4, 7))
+    out, product, scale, zero = e.floats(0, 1, 2, 3)
+    fade, total, rest = (e.splat(e.arguments[i]) for i in (5, 6, 7))
 
     def step(d: Any, lanes: int) -> None:
         x = e.fma(e.load(out, d, lanes), fade, e.fma(e.load(zero, d, lanes), total, rest))
         e.store(e.fma(e.load(product, d, lanes), e.load(scale, d, lanes), x), out, d, lanes)
 
-    e.runs(e.length(0), step)
+    e.runs(e.arguments[4], step)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def blend_values(_context: Any, out: Any, product: Any, scale: Any, zero: Any, fade: Any, total: Any, rest: Any) -> Any:  # noqa: PLR0913
-    """out = out * fade + product * scale + zero * total + rest; the first four are [Dv]."""
-    return types.void(out, product, scale, zero, types.float32, types.float32, types.float32), lowered(_blend)
+def blend_row(_context: Any, out: Any, product: Any, scale: Any, zero: Any, n: Any, fade: Any, total: Any, rest: Any) -> Any:  # noqa: PLR0913
+    """out = out * fade + product * scale + zero * total + rest; the first four are [n]."""
+    return types.void(*[_address] * 4, _count, _number, _number, _number), lowered(_blend)
+
+
+def _add(e: Emitter) -> None:
+    out, x = e.floats(0, 1)
+    weight = e.splat(e.arguments[3])
+    e.runs(e.arguments[2], lambda d, lanes: e.store(e.fma(e.load(x, d, lanes), weight, e.load(out, d, lanes)), out, d, lanes))
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def add_row(_context: Any, out: Any, x: Any, n: Any, weight: Any) -> Any:
+    """out = out + x * weight, both [n]."""
+    return types.void(_address, _address, _count, _number), lowered(_add)
+
+
+# ---- many queries: lanes are the columns of a panel ------------------------------------------------------------------
+
+
+def _columns(e: Emitter, array: Any, row: Any = None) -> list[Any]:
+    """The vectors of a row of a panel, or of a lone one."""
+    return [e.load(array, _column(e, integer(0) if row is None else row, v)) for v in range(_VECTORS)]
+
+
+def _store_columns(e: Emitter, vectors: Sequence[Any], array: Any, row: Any = None) -> None:
+    for v, vector in enumerate(vectors):
+        e.store(vector, array, _column(e, integer(0) if row is None else row, v))
+
+
+def _at(e: Emitter, array: Any, i: Any) -> Any:
+    """Number i of an array, in every lane."""
+    return e.splat(e.builder.load(e.builder.gep(array, [i])))
+
+
+def _fold_panel(e: Emitter) -> None:
+    q, scale, zero, folded, bias = e.floats(0, 1, 2, 4, 5)
+    sums = e.accumulators(_VECTORS)
+    e.clear(sums)
+    with e.loop(integer(0), e.arguments[3], 1) as (d, _):
+        x, a, b = _columns(e, q, d), _at(e, scale, d), _at(e, zero, d)
+        for v in range(_VECTORS):
+            e.accumulate(sums[v], x[v], b)
+        _store_columns(e, [e.builder.fmul(vector, a) for vector in x], folded, d)
+    _store_columns(e, [e.builder.load(slot) for slot in sums], bias)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def fold_panel(_context: Any, q: Any, scale: Any, zero: Any, n: Any, folded: Any, bias: Any) -> Any:  # noqa: PLR0913
+    """folded = q * scale, bias = q.zero. q and folded [n, PANEL], scale and zero [n], bias [PANEL]."""
+    return types.void(_address, _address, _address, _count, _address, _address), lowered(_fold_panel)
+
+
+def _finish_panel(e: Emitter) -> None:
+    scores, scale, zero, q_sum, bias = e.floats(0, 1, 2, 4, 5)
+    sums, biases = _columns(e, q_sum), _columns(e, bias)
+    with e.loop(integer(0), e.arguments[3], 1) as (s, _):
+        x, a, b = _columns(e, scores, s), _at(e, scale, s), _at(e, zero, s)
+        _store_columns(e, [e.fma(x[v], a, e.fma(b, sums[v], biases[v])) for v in range(_VECTORS)], scores, s)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def finish_panel(_context: Any, scores: Any, scale: Any, zero: Any, S: Any, q_sum: Any, bias: Any) -> Any:  # noqa: PLR0913
+    """scores = scores * scale + zero * q_sum + bias. scores [S, PANEL], scale and zero [S], q_sum and bias [PANEL]."""
+    return types.void(_address, _address, _address, _count, _address, _address), lowered(_finish_panel)
+
+
+def _weigh_panel(e: Emitter) -> None:
+    b, (scores, top, fade, page_total), S = e.builder, e.floats(0, 2, 3, 4), e.arguments[1]
+    highest, totals = e.accumulators(_VECTORS), e.accumulators(_VECTORS)
+    before = _columns(e, top)
+    for v in range(_VECTORS):
+        b.store(before[v], highest[v])
+    e.clear(totals)
+    with e.loop(integer(0), S, 1) as (s, _):
+        for slot, x in zip(highest, _columns(e, scores, s), strict=True):
+            b.store(e.larger(x, b.load(slot)), slot)
+    after = [b.load(slot) for slot in highest]
+    base = [e.finite_or_0(vector) for vector in after]
+    with e.loop(integer(0), S, 1) as (s, _):
+        weights = [e.exp2(b.fsub(x, base[v])) for v, x in enumerate(_columns(e, scores, s))]
+        for slot, weight in zip(totals, weights, strict=True):
+            b.store(b.fadd(b.load(slot), weight), slot)
+        _store_columns(e, weights, scores, s)
+    _store_columns(e, after, top)
+    _store_columns(e, [e.exp2(b.fsub(before[v], base[v])) for v in range(_VECTORS)], fade)
+    _store_columns(e, [b.load(slot) for slot in totals], page_total)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def weigh_panel(_context: Any, scores: Any, S: Any, top: Any, fade: Any, page_total: Any) -> Any:
+    """Scores [S, PANEL] to weights 2^(score - new top). Updates top; fade is 2^(old top - new top), page_total the sum of weights; [PANEL]."""
+    return types.void(_address, _count, _address, _address, _address), lowered(_weigh_panel)
+
+
+def _scale_panel(e: Emitter) -> None:
+    weights, scale, zero, rest = e.floats(0, 1, 2, 4)
+    sums = e.accumulators(_VECTORS)
+    e.clear(sums)
+    with e.loop(integer(0), e.arguments[3], 1) as (s, _):
+        x, a, b = _columns(e, weights, s), _at(e, scale, s), _at(e, zero, s)
+        for v in range(_VECTORS):
+            e.accumulate(sums[v], x[v], e.where_positive(x[v], b))
+        _store_columns(e, [e.builder.fmul(vector, e.where_positive(vector, a)) for vector in x], weights, s)
+    _store_columns(e, [e.builder.load(slot) for slot in sums], rest)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def scale_panel(_context: Any, weights: Any, scale: Any, zero: Any, S: Any, rest: Any) -> Any:
+    """rest = weights.zero, then weights = weights * scale. weights [S, PANEL], scale and zero [S], rest [PANEL].
+
+    Where the weight is 0 the terms may be anything.
+    """
+    return types.void(_address, _address, _address, _count, _address), lowered(_scale_panel)
+
+
+def _blend_panel(e: Emitter) -> None:
+    out, product, scale, zero, fade, total, rest = e.floats(0, 1, 2, 3, 5, 6, 7)
+    fades, totals, rests = _columns(e, fade), _columns(e, total), _columns(e, rest)
+    with e.loop(integer(0), e.arguments[4], 1) as (d, _):
+        old, new, a, b = _columns(e, out, d), _columns(e, product, d), _at(e, scale, d), _at(e, zero, d)
+        blended = [e.fma(new[v], a, e.fma(old[v], fades[v], e.fma(b, totals[v], rests[v]))) for v in range(_VECTORS)]
+        _store_columns(e, blended, out, d)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def blend_panel(_context: Any, out: Any, product: Any, scale: Any, zero: Any, n: Any, fade: Any, total: Any, rest: Any) -> Any:  # noqa: PLR0913
+    """out = out * fade + product * scale + zero * total + rest. out, product [n, PANEL]; scale, zero [n]; the last three [PANEL]."""
+    return types.void(*[_address] * 4, _count, *[_address] * 3), lowered(_blend_panel)
