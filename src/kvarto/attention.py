@@ -25,7 +25,8 @@ from kvarto.page import CodecId, Page
 if TYPE_CHECKING:
     from torch import Tensor
 
-_SEAL_PAGES_AT_ONCE = 64
+# Numbers that are encoded at once: what fits a core's own cache. Four times more takes twice as long for each (docs/LOG.md).
+_SEAL_ELEMENTS = 1 << 17
 _RUN_TOKENS = 1024
 
 
@@ -190,8 +191,9 @@ class LayerKV:
                 row.packed.append(-1)
                 if page >= self.rule.sink_pages:
                     due.append((row, page))
-        for i in range(0, len(due), _SEAL_PAGES_AT_ONCE):
-            self._seal(due[i : i + _SEAL_PAGES_AT_ONCE])
+        at_once = max(1, _SEAL_ELEMENTS // (self.spec.geometry.elements_per_token * self.rule.page_tokens))
+        for i in range(0, len(due), at_once):
+            self._seal(due[i : i + at_once])
 
     def _seal(self, due: list[tuple[_Row, int]]) -> None:
         raw_k, raw_v = self._raw_views()
@@ -277,19 +279,24 @@ class LayerKV:
 
     def why_not_crop(self, tokens: int) -> str | None:
         """Why the last `tokens` tokens cannot be taken back, or None if they can."""
-        S = self.rule.page_tokens
         for row in self.rows:
-            length = row.length - tokens
-            if length < 0:
+            if row.length < tokens:
                 return f"only {row.length} tokens are held"
-            last = length // S
-            needed = range(max(0, last - self.rule.window_pages), last + (length % S > 0))
-            if missing := [page for page in needed if page not in row.raw]:
-                reach = row.length - min((page for page in row.raw if page >= self.rule.sink_pages), default=0) * S
-                return (
-                    f"page {missing[0]} is sealed and its raw values are gone; at most {reach} tokens can be taken back"
-                )
+            if missing := self._missing(row, row.length - tokens):
+                sealed = row.packed[missing[0]] >= 0
+                gone = "is sealed and its raw values are gone" if sealed else "was let go of, it lay behind the sliding window"
+                return f"page {missing[0]} {gone}"
         return None
+
+    def _missing(self, row: _Row, length: int) -> list[int]:
+        """The pages that a query at position `length` reads by the rule and that are not held in the form it wants."""
+        query_page, sliding = length // self.rule.page_tokens, self.rule.sliding_tokens
+        first = 0 if sliding is None else max(0, length - sliding + 1) // self.rule.page_tokens
+        return [
+            page
+            for page in range(first, self.spec.geometry.pages_for(length))
+            if (page not in row.raw if self.rule.reads_raw(page, query_page) else row.packed[page] < 0)
+        ]
 
     def crop(self, tokens: int) -> None:
         """Take back the last `tokens` tokens of every sequence; only where `why_not_crop` gives no reason."""

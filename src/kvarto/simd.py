@@ -4,6 +4,7 @@ Compiled functions call the intrinsics below; plain Python cannot, and without n
 machine has, so only `LANES` depends on it. Here is what tile readers need; kernels/numba_vectors.py has the inner products and the softmax.
 
 - `unpack_codes`                 codes of 8, 4, 3 or 2 bits to float32 (10 times faster than a loop in numba)
+- `add_two_bits`                 two more bits for some columns
 - `load_numbers`, `load_fp8s`    stored floats to float32
 - `scale_numbers`                by stored scales and zeros
 """
@@ -91,9 +92,9 @@ class Emitter:
                 body(whole, 8)
 
     def any_runs(self, n: Any, body: Callable[[Any, int], None]) -> None:
-        """Emit `body(first, lanes)` for runs of 16, 8 and 1 that cover n numbers, any n."""
+        """Emit `body(first, lanes)` for runs of 16, 8, 4 and 1 that cover n numbers, any n."""
         done = integer(0)
-        for lanes in (16, 8, 1):
+        for lanes in (16, 8, 4, 1):
             end = self.builder.and_(n, integer(-lanes))
             with self.loop(done, end, lanes) as (first, _):
                 body(first, lanes)
@@ -282,6 +283,35 @@ def unpack_codes(_context: Any, slab: Any, low: Any, high: Any, bits: Any, tile:
     if not isinstance(bits, types.IntegerLiteral):
         return None
     return types.void(slab, types.int64, types.int64, bits, tile), _UNPACK[bits.literal_value]
+
+
+def _add_two_bits(e: Emitter) -> None:
+    b, slab, tile = e.builder, e.array(0).data, e.array(3)
+    rows, columns = cgutils.unpack_tuple(b, tile.shape)
+    run = e.arguments[6]
+    with e.loop(integer(0), rows, 1) as (row, _):
+
+        def step(j: Any, lanes: int) -> None:
+            integers, floats = ir.VectorType(i32, lanes), ir.VectorType(f32, lanes)
+            byte = b.zext(e.load(slab, e.index(e.arguments[1], (row, run), j), lanes, i8), integers)
+            weight = b.insert_element(ir.Constant(floats, ir.Undefined), e.arguments[2], ir.Constant(i32, 0))
+            weights = e.shuffle(weight, weight, [0] * lanes)
+            for part in range(4):
+                code = b.and_(b.lshr(byte, ir.Constant(integers, [2 * part] * lanes)), ir.Constant(integers, [3] * lanes))
+                place = e.index((row, columns), e.arguments[4 + part // 2], (run, integer(part % 2)), j)
+                old = b.load(b.bitcast(b.gep(tile.data, [place]), floats.as_pointer()), align=4)
+                e.store(e.fma(b.sitofp(code, floats), weights, old), tile.data, place, lanes)
+
+        e.any_runs(run, step)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def add_two_bits(_context: Any, slab: Any, start: Any, weight: Any, tile: Any, first: Any, second: Any, run: Any) -> Any:  # noqa: PLR0913
+    """Onto some columns of tile [rows, columns]: `weight` times codes of two bits, packed as in docs/page-format.md from byte `start` of slab.
+
+    The columns are `first` and the 2 * run after it, then `second` and the 2 * run after it.
+    """
+    return types.void(slab, types.int64, types.float32, tile, types.int64, types.int64, types.int64), lowered(_add_two_bits)
 
 
 # ---- stored floats -------------------------------------------------------------------------------------------------

@@ -24,8 +24,11 @@ import numpy as np
 from kvarto.codecs import affine, hadamard
 from kvarto.codecs.base import Codec, Reader, assemble, extract, from_tile, to_tile
 from kvarto.codecs.packing import code_fields, pack, pack_plane, unpack, unpack_plane, unpack_tile
-from kvarto.jit import inlined, load_floats, torch
+from kvarto.jit import available, inlined, load_floats, torch
 from kvarto.layout import FieldSpec, Side, SlabLayout
+
+if available("numba"):
+    from kvarto.simd import add_two_bits
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -122,17 +125,9 @@ def _slow_channels(dim: int) -> list[int]:
 @inlined
 def _add_slow_bits(slab, start, weight, tile):  # type: ignore[no-untyped-def]
     """Compiled: the two high bits of the slow channels, packed as in packing.py, times `weight` onto tile [S, D]."""
-    tokens, dim = tile.shape
+    dim = tile.shape[1]
     quarter = dim // 16
-    first, second = dim // 2 - 2 * quarter, dim - 2 * quarter
-    for s in range(tokens):
-        base = start + s * quarter
-        for j in range(quarter):
-            byte = slab[base + j]
-            tile[s, first + j] += weight * np.float32(byte & 3)
-            tile[s, first + quarter + j] += weight * np.float32((byte >> 2) & 3)
-            tile[s, second + j] += weight * np.float32((byte >> 4) & 3)
-            tile[s, second + quarter + j] += weight * np.float32(byte >> 6)
+    add_two_bits(slab, start, weight, tile, dim // 2 - 2 * quarter, dim - 2 * quarter, quarter)
 
 
 _SOURCE = "KIVI, QuaRot, ADR 0004"

@@ -62,7 +62,7 @@ def test_ours_keeps_mean_and_variance(name: str) -> None:
         axis = -2 if side is Side.K else -1
         x = codec.rotate(x, side)
         torch.testing.assert_close(decoded.var(axis).mean(), x.var(axis).mean(), rtol=0.01, atol=0)
-        torch.testing.assert_close(decoded.mean(axis), x.mean(axis), rtol=0.002, atol=0.04)
+        torch.testing.assert_close(decoded.mean(axis), x.mean(axis), rtol=0.002, atol=0.07)
 
 
 def test_a_key_bias_costs_ours_nothing_and_plain_rotation_everything() -> None:
