@@ -238,7 +238,7 @@ def test_footprint_is_what_layout_says() -> None:
     layout = kv.layers[0].layout
     footprint = kv.footprint()
     assert footprint.payload_bytes + footprint.metadata_bytes == 19 * layout.nbytes
-    assert footprint.payload_bytes == 19 * 64 * HEADS * 2 * DIM // 2
+    assert footprint.payload_bytes == 19 * 64 * HEADS * DIM * (4 + 0.5 + 4) // 8  # keys 4.5 bits, values 4
     assert footprint.raw_bytes == 3 * kv.layers[0].raw_layout.nbytes
     assert kv.layers[0].footprint().allocated_bytes <= (19 + 4) * layout.nbytes
 
