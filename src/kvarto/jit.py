@@ -59,7 +59,7 @@ def inlined(function: F) -> F:
     """Let compiled CPU code call `function`; in plain Python it stays what it is."""
     if not available("numba"):
         return function
-    return require("numba").extending.register_jitable(function)  # type: ignore[no-any-return]
+    return require("numba").extending.register_jitable(forceinline=True)(function)  # type: ignore[no-any-return]
 
 
 if available("numba"):

@@ -116,6 +116,14 @@ class Emitter:
         )
         return self.builder.call(function, [x, y, z])
 
+    def prefetch(self, address: Any) -> None:
+        """Ask for a cache line that will be read soon, into the second-level cache."""
+        place = i8.as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [place, i32, i32, i32])
+        function = cgutils.get_or_insert_function(self.builder.module, kind, "llvm.prefetch.p0")
+        read, locality, data = (ir.Constant(i32, mode) for mode in (0, 2, 1))
+        self.builder.call(function, [self.builder.inttoptr(address, place), read, locality, data])
+
     def accumulators(self, count: int) -> list[Any]:
         """Stack slots that LLVM turns into registers."""
         return [cgutils.alloca_once(self.builder, ir.VectorType(f32, LANES)) for _ in range(count)]
@@ -153,8 +161,8 @@ class Emitter:
         return self.builder.extract_element(vector, ir.Constant(i32, 0))
 
     def larger(self, x: Any, y: Any) -> Any:
-        """The larger of each pair; y where x is NaN."""
-        return self.builder.select(self.builder.fcmp_ordered(">", x, y), x, y)
+        """The larger of each pair; x where either is NaN."""
+        return self.builder.select(self.builder.fcmp_ordered(">", y, x), y, x)
 
     def finite_or_0(self, x: Any) -> Any:
         """x, or 0 for -inf."""

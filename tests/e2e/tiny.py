@@ -1,11 +1,11 @@
-"""Tiny random models, seeded: real transformers architectures that run in milliseconds. Weights are large enough that logits are not flat."""
+"""Tiny random models, seeded: real transformers architectures that run in milliseconds. Weights are large, so that logits are not flat."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 VOCABULARY = 192
 WINDOW_TOKENS = 48
@@ -30,10 +30,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {},
     "qwen3": {},
-    "gemma3_text": {"sliding_window": WINDOW_TOKENS, "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]},
+    "gemma3_text": {"sliding_window": WINDOW_TOKENS, "layer_types": ["sliding_attention", "full_attention"] * 2},
     "gpt_oss": {"sliding_window": WINDOW_TOKENS, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
-"""Those that the equality suite walks: key biases, query-key norms, sliding windows, learned sinks."""
+"""Those that the equality suite walks: plain, key biases, query-key norms, sliding windows, learned sinks."""
 
 HYBRIDS: dict[str, dict[str, Any]] = {
     "qwen3_next": {
@@ -42,7 +42,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     },
     "lfm2": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
 }  # fmt: skip
-"""Attention layers among layers that keep a state."""
+"""Attention layers among layers that keep a state: recurrent, or a short convolution's."""
 
 
 def config(model_type: str, **changes: Any) -> Any:
@@ -52,14 +52,13 @@ def config(model_type: str, **changes: Any) -> Any:
 
 
 def model(model_type: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
-    """A model with random weights, ready for inference."""
+    """A model with random weights, biases and sinks, ready for inference."""
     torch.manual_seed(seed)
     built = AutoModelForCausalLM.from_config(config(model_type, **changes), dtype=dtype)
-    with torch.no_grad():
-        for name, parameter in built.named_parameters():
-            if name.endswith(("sinks", "bias")):
-                parameter.normal_(std=1.0)
-    return built.eval().requires_grad_(False)
+    for name, parameter in built.requires_grad_(False).named_parameters():
+        if name.endswith(("sinks", "bias")):
+            parameter.normal_(std=1.0)
+    return built.eval()
 
 
 def prompt(*lengths: int, seed: int = 1) -> dict[str, torch.Tensor]:

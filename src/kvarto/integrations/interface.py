@@ -58,13 +58,17 @@ def attach(model: Any) -> None:
     if underlying not in _UNDERLYING:
         raise Unsupported(f"attention implementation {underlying}: kvarto stands beside sdpa or eager only; {remedy}")
     if underlying == "eager" and (missing := [m for m in decoders(model) if _eager(m) is None]):
-        raise Unsupported(f"{type(missing[0]).__name__} has no eager attention that kvarto could hand back to; {remedy}")
+        raise Unsupported(
+            f"{type(missing[0]).__name__} has no eager attention that kvarto could hand back to; {remedy}"
+        )
     name = _PREFIX + underlying
     AttentionInterface.register(name, partial(_attention, underlying))
     AttentionMaskInterface.register(name, partial(_mask, underlying))
     model.set_attn_implementation(_only(model.config, config, name))
     if config._attn_implementation != name:
-        raise Unsupported(f"{type(model).__name__} does not let its attention implementation be set; use the model's own cache")
+        raise Unsupported(
+            f"{type(model).__name__} does not let its attention implementation be set; use the model's own cache"
+        )
 
 
 def is_attached(config: Any) -> bool:
@@ -99,7 +103,13 @@ def _only(config: Any, wanted: Any, name: str) -> dict[str, Any]:
 
 
 def _attention(
-    underlying: str, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+    underlying: str,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """query [B, Hq, T, Dk], key [B, Hkv, T, Dk], value [B, Hkv, T, Dv] to [B, T, Hq, Dv] and no weights, if the cache is ours."""
     layer, padding = getattr(key, _MARK, None), getattr(attention_mask, _MARK, None)
@@ -122,7 +132,9 @@ def _mask(underlying: str, *, kv_length: int, **arguments: Any) -> Any:
     if cache is None:
         return ALL_MASK_ATTENTION_FUNCTIONS[underlying](kv_length=kv_length, **arguments)
     if not arguments.get("allow_is_causal_skip", False):
-        raise Unsupported("a mask beyond causal and padding (image tokens, packed sequences): use the model's own cache for this input")
+        raise Unsupported(
+            "a mask beyond causal and padding (image tokens, packed sequences): use the model's own cache for this input"
+        )
     return cache.padding_mask(
         arguments["q_length"], arguments["attention_mask"], sequences=arguments["batch_size"],
         window_tokens=arguments.get("local_size"), device=arguments["device"],

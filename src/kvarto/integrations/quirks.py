@@ -31,6 +31,7 @@ MODEL_TYPES = {
     "inkling2": "its attention adds a bias that depends on positions",
     "inkling2_loop": "its attention adds a bias that depends on positions",
     "jetmoe": "it repeats keys between cache and attention",
+    "minimax": "it takes a cache of its own class only",
     "minimax_m3_vl_text": "its attention selects blocks of the cached keys",
     "moonshine": "it pads keys between cache and attention",
 }
@@ -57,13 +58,24 @@ class _Refusal:
 
 
 _REFUSALS = (
-    _Refusal(lambda c: bool(getattr(c, "kv_lora_rank", None)), "multi-head latent attention (MLA) caches latents, which have no heads to page"),
     _Refusal(
-        lambda c: bool(getattr(c, "num_kv_shared_layers", 0)) or "reuse" in (getattr(c, "kv_sharing_modes", None) or ()),
+        lambda c: bool(getattr(c, "kv_lora_rank", None)),
+        "multi-head latent attention (MLA) caches latents, which have no heads to page",
+    ),
+    _Refusal(
+        lambda c: (
+            bool(getattr(c, "num_kv_shared_layers", 0)) or "reuse" in (getattr(c, "kv_sharing_modes", None) or ())
+        ),
         "some of its layers read the keys of other layers",
     ),
-    _Refusal(lambda c: "longrope" in _rope_types(c), "LongRoPE changes all rotations once a sequence outgrows the original context"),
-    _Refusal(lambda c: "dynamic" in _rope_types(c), "dynamic NTK RoPE changes rotations as the sequence grows, cached keys do not follow"),
+    _Refusal(
+        lambda c: "longrope" in _rope_types(c),
+        "LongRoPE changes all rotations once a sequence outgrows the original context",
+    ),
+    _Refusal(
+        lambda c: "dynamic" in _rope_types(c),
+        "dynamic NTK RoPE changes rotations as the sequence grows, cached keys do not follow",
+    ),
     _Refusal(
         lambda c: bool(getattr(c, "use_bidirectional_attention", False)) or not getattr(c, "is_causal", True),
         "its attention is bidirectional",
@@ -77,16 +89,27 @@ _REFUSALS = (
 )
 
 
-def refuse(model: Any) -> None:
-    """Raise Unsupported, with the reason and a remedy, if `model` cannot use kvarto; UsageError if it is no transformers model."""
+def plan_layers(model: Any) -> list[Any]:
+    """For each layer of the text decoder a LayerSpec, or transformers' own cache layer where no keys are cached.
+
+    Raises Unsupported, with the reason and a remedy, if the model cannot use kvarto; UsageError if it is no transformers model.
+    """
     if not isinstance(model, PreTrainedModel):
-        raise UsageError("model", "a transformers PreTrainedModel", type(model).__name__, "pass the model itself, not its name or a wrapper")
-    for reason, remedy in _reasons(model):
-        raise Unsupported(f"{type(model).__name__}: {reason}; {remedy}")
+        remedy = "pass the model itself, not its name or a wrapper"
+        raise UsageError("model", "a transformers PreTrainedModel", type(model).__name__, remedy)
+    config, name = model.config.get_text_config(decoder=True), type(model).__name__
+    _raise_first(name, _reasons(model, config))
+    layers = list(_layers(name, config))
+    _raise_first(name, _placement_reasons(model))
+    return layers
 
 
-def _reasons(model: Any) -> Iterator[tuple[str, str]]:
-    config = model.config.get_text_config(decoder=True)
+def _raise_first(name: str, reasons: Iterator[tuple[str, str]]) -> None:
+    for reason, remedy in reasons:
+        raise Unsupported(f"{name}: {reason}; {remedy}")
+
+
+def _reasons(model: Any, config: Any) -> Iterator[tuple[str, str]]:
     if model.config.is_encoder_decoder or getattr(config, "is_encoder_decoder", False):
         yield "encoder-decoder models keep cross-attention keys in their cache", _OWN_CACHE
     if config.model_type in MODEL_TYPES:
@@ -96,14 +119,16 @@ def _reasons(model: Any) -> Iterator[tuple[str, str]]:
             yield refusal.reason, refusal.remedy
     if not all(part._can_set_attn_implementation() for part in [model, *decoders(model)]):
         yield "it does not call attention through transformers' AttentionInterface", _OWN_CACHE
-    yield from _placement_reasons(model)
 
 
 def _placement_reasons(model: Any) -> Iterator[tuple[str, str]]:
     devices = {str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()}
     devices |= {str(parameter.device) for parameter in model.parameters()} if len(devices) < 2 else set()
     if len({"cuda:" + device if device.isdigit() else device for device in devices}) > 1 or "meta" in devices:
-        yield f"its weights are spread over or offloaded to {', '.join(sorted(devices))}", "load it on one device, without device_map"
+        yield (
+            f"its weights are spread over or offloaded to {', '.join(sorted(devices))}",
+            "load it on one device, without device_map",
+        )
 
 
 def _rope_types(config: Any) -> set[str]:
@@ -113,26 +138,25 @@ def _rope_types(config: Any) -> set[str]:
     return {str(part.get("rope_type", part.get("type", "default"))) for part in nested or [parameters]}
 
 
-def plan_layers(config: Any) -> list[Any]:
-    """For each layer of a text config a LayerSpec, or transformers' own cache layer where no keys are cached. Raises Unsupported."""
+def _layers(name: str, config: Any) -> Iterator[Any]:
+    caching = False
     types, arguments = get_layer_types_and_kwargs(config)
-    layers: list[Any] = []
     for index, (kind, options) in enumerate(zip(types, arguments, strict=True)):
         if kind in _ATTENTION_TYPES:
-            layers.append(LayerSpec(_geometry(config.per_layer_config[index]), options.get("sliding_window")))
+            caching = True
+            yield LayerSpec(_geometry(name, config.per_layer_config[index]), options.get("sliding_window"))
         elif kind in _STATE_TYPES:
-            layers.append(DYNAMIC_LAYER_TYPE_MAPPING[kind](**options))
+            yield DYNAMIC_LAYER_TYPE_MAPPING[kind](**options)
         else:
-            raise Unsupported(f"{config.model_type}: layer {index} is of type {kind}, which has no pages; {_OWN_CACHE}")
-    if not any(isinstance(layer, LayerSpec) for layer in layers):
-        raise Unsupported(f"{config.model_type} has no layer that caches keys and values; {_OWN_CACHE}")
-    return layers
+            raise Unsupported(f"{name}: layer {index} is of type {kind}, which kvarto cannot page; {_OWN_CACHE}")
+    if not caching:
+        raise Unsupported(f"{name}: no layer caches keys and values; {_OWN_CACHE}")
 
 
-def _geometry(config: Any) -> Geometry:
+def _geometry(name: str, config: Any) -> Geometry:
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     k_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     v_dim = getattr(config, "v_head_dim", None) or k_dim
     if k_dim % 8 or v_dim % 8:
-        raise Unsupported(f"{config.model_type}: head dimension {k_dim} (values {v_dim}) is not a multiple of 8; {_OWN_CACHE}")
+        raise Unsupported(f"{name}: head dimension {k_dim} (values {v_dim}) is not a multiple of 8; {_OWN_CACHE}")
     return Geometry(heads, k_dim, v_dim)

@@ -20,7 +20,7 @@ from kvarto.attention import Footprint, LayerKV, LayerSpec, PagedKV
 from kvarto.errors import ShapeError, Unsupported, UsageError
 from kvarto.formats import Format, Policy, parse_policy
 from kvarto.integrations.interface import Columns, attach, is_attached, mark
-from kvarto.integrations.quirks import OPTIONS, plan_layers, refuse
+from kvarto.integrations.quirks import OPTIONS, plan_layers
 
 _START_AGAIN = "call cache.reset() and start again"
 
@@ -67,7 +67,9 @@ class _Layer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
                 raise ShapeError(f"{name} of layer {self.index}", expected, got, "use the model's own cache")
             if x.dtype != self.paged.dtype or x.device != self.paged.sealed.pages.device:
                 expected = f"{self.paged.dtype} on {self.paged.sealed.pages.device}"
-                remedy = "make the cache after moving the model, and load the model in that dtype instead of using autocast"
+                remedy = (
+                    "make the cache after moving the model, and load the model in that dtype instead of using autocast"
+                )
                 raise ShapeError(f"{name} of layer {self.index}", expected, f"{x.dtype} on {x.device}", remedy)
         self.is_initialized = True
 
@@ -79,17 +81,23 @@ class _Layer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         self._new, self.cache.waiting = (key_states, value_states), self
         return mark(key_states, self), value_states
 
-    def attend(self, module: Any, query: Tensor, value: Tensor, padding: _Padding | None, options: dict[str, Any]) -> Tensor:
+    def attend(
+        self, module: Any, query: Tensor, value: Tensor, padding: _Padding | None, options: dict[str, Any]
+    ) -> Tensor:
         """query [B, Hq, T, Dk] to [B, T, Hq, Dv]; the keys are those of the last `update`, and so must value [B, Hkv, T, Dv] be."""
         name = type(module).__name__
         new, self._new, self.cache.waiting = self._new, None, None
         if new is None or value is not new[1]:
             raise Unsupported(f"{name} attends twice, or to altered values; use the model's own cache")
         if padding is None or padding.cache is not self.cache:
-            raise Unsupported(f"{name} attends with a mask that transformers did not make for this cache; pass a 2D attention_mask or none")
+            raise Unsupported(
+                f"{name} attends with a mask that transformers did not make for this cache; pass a 2D attention_mask or none"
+            )
         if padding.window_tokens != self.paged.spec.sliding_tokens:
             got, expected = padding.window_tokens, self.paged.spec.sliding_tokens
-            raise Unsupported(f"{name} masks with a window of {got} tokens, its config says {expected}; use the model's own cache")
+            raise Unsupported(
+                f"{name} masks with a window of {got} tokens, its config says {expected}; use the model's own cache"
+            )
         _check_options(module, query, options)
         out = self.cache.kv.extend(
             self.index, query, *new, padding.valid,
@@ -138,11 +146,10 @@ class Cache(cache_utils.Cache):  # type: ignore[misc]
     """
 
     def __init__(self, model: Any, policy: str | Format | Policy, *, kernel: str | None = None) -> None:
-        refuse(model)
-        self._config = model.config.get_text_config(decoder=True)
-        planned = plan_layers(self._config)
+        planned = plan_layers(model)
         specs = [layer for layer in planned if isinstance(layer, LayerSpec)]
         self.kv = PagedKV(specs, _policy(policy), dtype=model.dtype, device=model.device, kernel=kernel)
+        self._config = model.config.get_text_config(decoder=True)
         self.columns: Tensor | None = None
         self.waiting: _Layer | None = None
         indices = iter(range(len(specs)))
@@ -186,22 +193,41 @@ class Cache(cache_utils.Cache):  # type: ignore[misc]
         """As `_Layer.get_mask_sizes`; the number of columns carries this cache to the mask function. Raises Unsupported if that is not ours."""
         if not is_attached(self._config):
             now = self._config._attn_implementation
-            raise Unsupported(f"the model's attention implementation was set to {now} after the cache was made; make a new cache")
+            raise Unsupported(
+                f"the model's attention implementation was set to {now} after the cache was made; make a new cache"
+            )
         columns, offset = super().get_mask_sizes(query_length, layer_idx)
         return Columns(columns, self), offset
 
     def padding_mask(
-        self, tokens: int, attention_mask: Tensor | None, *, sequences: int, window_tokens: int | None, device: torch.device
+        self,
+        tokens: int,
+        attention_mask: Tensor | None,
+        *,
+        sequences: int,
+        window_tokens: int | None,
+        device: torch.device,
     ) -> Tensor:
         """A marked bool mask [B, 1, 1, past + T], False for padding, from attention_mask [B, past + T] or None if there is no padding."""
         self.expect_attended()
         held = self._held()
         shape = (sequences, held + tokens)
-        columns = torch.ones(shape, dtype=torch.bool, device=device) if attention_mask is None else attention_mask.bool()
+        columns = (
+            torch.ones(shape, dtype=torch.bool, device=device) if attention_mask is None else attention_mask.bool()
+        )
+        if self.batch_size not in (-1, sequences):
+            raise ShapeError("sequences", f"the {self.batch_size} that are held", sequences, _START_AGAIN)
         if tuple(columns.shape) != shape:
-            raise ShapeError("attention_mask", f"[B, past + T] = {shape}", tuple(columns.shape), "it covers cached columns too")
+            raise ShapeError(
+                "attention_mask", f"[B, past + T] = {shape}", tuple(columns.shape), "it covers cached columns too"
+            )
         if self.columns is not None and not torch.equal(columns[:, :held], self.columns):
-            raise UsageError("attention_mask", f"the padding that the {held} cached columns were stored with", "another", _START_AGAIN)
+            raise UsageError(
+                "attention_mask",
+                f"the padding that the {held} cached columns were stored with",
+                "another",
+                _START_AGAIN,
+            )
         valid = columns[:, held:]
         padding = _Padding(self, columns, None if bool(valid.all()) else valid, window_tokens)
         return mark(columns[:, None, None], padding)
@@ -216,7 +242,9 @@ class Cache(cache_utils.Cache):  # type: ignore[misc]
         """Columns that every layer holds."""
         held = {layer.columns for layer in self.layers if isinstance(layer, _Layer)}
         if len(held) > 1:
-            raise Unsupported(f"the last forward pass broke off between layers, which hold {sorted(held)} columns; {_START_AGAIN}")
+            raise Unsupported(
+                f"the last forward pass broke off between layers, which hold {sorted(held)} columns; {_START_AGAIN}"
+            )
         return held.pop()
 
     # ---- sequences -------------------------------------------------------------------------------------------------
@@ -234,7 +262,9 @@ class Cache(cache_utils.Cache):  # type: ignore[misc]
 
     def _check_crop(self, tokens: int) -> None:
         if not self.is_croppable:
-            raise Unsupported(f"crop of {tokens} tokens: a recurrent state cannot be taken back; prefill the sequence again")
+            raise Unsupported(
+                f"crop of {tokens} tokens: a recurrent state cannot be taken back; prefill the sequence again"
+            )
         if self.columns is not None and not bool(self.columns[:, -tokens:].all()):
             raise Unsupported(f"crop of {tokens} tokens: some of them are padding; prefill the sequences again")
         for layer in self.kv.layers:
@@ -277,7 +307,9 @@ def _check_options(module: Any, query: Tensor, options: dict[str, Any]) -> None:
     if options.get("dropout"):
         raise Unsupported(f"{name} asks for dropout; call model.eval()")
     if query.requires_grad:
-        raise Unsupported(f"{name} wants gradients, and kvarto is for inference; call the model under torch.inference_mode()")
+        raise Unsupported(
+            f"{name} wants gradients, and kvarto is for inference; call the model under torch.inference_mode()"
+        )
     causal = options.get("is_causal")
     if not (getattr(module, "is_causal", True) if causal is None else causal):
         raise Unsupported(f"{name} attends in both directions; use the model's own cache")

@@ -10,7 +10,6 @@ from kvarto.jit import inlined
 from kvarto.kernels.numba_memory import get_float, get_int, put_float
 from kvarto.kernels.numba_pages import (
     FLOAT_NBYTES,
-    ask_for,
     cap,
     end_seen,
     exp2,
@@ -18,6 +17,7 @@ from kvarto.kernels.numba_pages import (
     fill,
     first_seen,
     hide,
+    next_pair,
     read_k,
     read_v,
     seen_by_all,
@@ -96,43 +96,44 @@ def attend_few(job, queries, head, table, first_page, end_page, unpacked, few, r
         if page < 0 or first >= end:
             continue
         read_k(job, page, head, unpacked)
-        if j + 1 < end_page:
-            ask_for(job, get_int(table, j + 1), head)
-        score(job, M, unpacked, few)
+        # The bytes of the next page are asked for bit by bit during both products, so that they arrive while there is something to do.
+        ahead, ahead_nbytes = next_pair(job, table, j + 1, end_page, head)
+        score(job, M, unpacked, few, ahead, ahead_nbytes // 3)
         whole = seen_by_all(job, queries, j)
         if not whole:
             mask(job, queries, j, few)
         read_v(job, page, head, unpacked)
         if not whole:
             hide(job, unpacked.tile, first, end)
-        add_values(job, M, unpacked, few, out, top, total)
+        add_values(job, M, unpacked, few, out, top, total, ahead + ahead_nbytes // 3, ahead_nbytes - ahead_nbytes // 3)
 
 
 @inlined
-def multiply(tile, rows, n, M, x, out):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
-    """out [M, rows] = x [M, n] times the transposed tile [rows, n]."""
+def multiply(tile, rows, n, M, x, out, ahead, ahead_nbytes):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """out [M, rows] = x [M, n] times the transposed tile [rows, n]; meanwhile prefetches."""
     m = 0
     while m < M:
         x_m, out_m = x + FLOAT_NBYTES * m * n, out + FLOAT_NBYTES * m * rows
         if M - m >= 4:
-            multiply_4_rows(tile, rows, n, x_m, out_m)
+            multiply_4_rows(tile, rows, n, x_m, out_m, ahead, ahead_nbytes)
         elif M - m == 3:
-            multiply_3_rows(tile, rows, n, x_m, out_m)
+            multiply_3_rows(tile, rows, n, x_m, out_m, ahead, ahead_nbytes)
         elif M - m == 2:
-            multiply_2_rows(tile, rows, n, x_m, out_m)
+            multiply_2_rows(tile, rows, n, x_m, out_m, ahead, ahead_nbytes)
         else:
-            multiply_row(tile, rows, n, x_m, out_m)
+            multiply_row(tile, rows, n, x_m, out_m, ahead, ahead_nbytes)
         m += min(4, M - m)
+        ahead_nbytes = 0
 
 
 @inlined
-def score(job, M, unpacked, few):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+def score(job, M, unpacked, few, ahead, ahead_nbytes):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
     """Scores of all slots of the K tile, in units of log 2."""
     S, Dk, terms = job.S, job.Dk, unpacked.k
     for m in range(M):
         row = FLOAT_NBYTES * m * Dk
         put_float(few.bias, m, fold_row(few.q + row, terms.channel_scale, terms.channel_zero, Dk, few.folded + row))
-    multiply(unpacked.tile, S, Dk, M, few.folded, few.scores)
+    multiply(unpacked.tile, S, Dk, M, few.folded, few.scores, ahead, ahead_nbytes)
     for m in range(M):
         q_sum, bias = get_float(few.q_sum, m), get_float(few.bias, m)
         finish_row(few.scores + FLOAT_NBYTES * m * S, terms.row_scale, terms.row_zero, S, q_sum, bias)
@@ -151,7 +152,7 @@ def mask(job, queries, page, few):  # type: ignore[no-untyped-def]  # noqa: ANN0
 
 
 @inlined
-def add_values(job, M, unpacked, few, out, top, total):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+def add_values(job, M, unpacked, few, out, top, total, ahead, ahead_nbytes):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
     """One step of the online softmax: scores to weights, weights times the V tile."""
     S, Dv, terms = job.S, job.Dv, unpacked.v
     for m in range(M):
@@ -163,7 +164,7 @@ def add_values(job, M, unpacked, few, out, top, total):  # type: ignore[no-untyp
         put_float(few.fade, m, fade)
         put_float(few.page_total, m, page_total)
         put_float(few.rest, m, rest)
-    multiply(unpacked.tile, Dv, S, M, few.scores, few.product)
+    multiply(unpacked.tile, Dv, S, M, few.scores, few.product, ahead, ahead_nbytes)
     for m in range(M):
         row = FLOAT_NBYTES * m * Dv
         blend_row(

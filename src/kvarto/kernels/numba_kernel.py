@@ -129,7 +129,8 @@ def merge_splits(job, queries, head, first_split, end_split):  # type: ignore[no
         highest = np.float32(-np.inf)
         for split in range(first_split, end_split):
             _, top, _ = partial(job, get_long(job.splits, split * SPLIT_FIELDS + 3) + head * M + m)
-            highest = max(highest, get_float(top, 0))
+            if not get_float(top, 0) <= highest:  # So NaN is not lost.
+                highest = get_float(top, 0)
         if highest == np.float32(-np.inf):
             continue
         sum_of_weights = np.float32(0)

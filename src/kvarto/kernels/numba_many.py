@@ -7,16 +7,16 @@ from typing import NamedTuple
 import numpy as np
 
 from kvarto.jit import inlined
-from kvarto.kernels.numba_memory import get_float, get_int, put_float
+from kvarto.kernels.numba_memory import get_float, get_int, prefetch, put_float
 from kvarto.kernels.numba_pages import (
     FLOAT_NBYTES,
-    ask_for,
     cap,
     end_seen,
     factor,
     fill,
     first_seen,
     hide,
+    next_pair,
     read_k,
     read_v,
     seen_by_all,
@@ -90,8 +90,7 @@ def attend_many(job, queries, head, table, first_page, end_page, unpacked, many,
         if page < 0 or first >= end:
             continue
         read_k(job, page, head, unpacked)
-        if j + 1 < end_page:
-            ask_for(job, get_int(table, j + 1), head)
+        prefetch(*next_pair(job, table, j + 1, end_page, head))
         whole = seen_by_all(job, queries, j)
         for n in range(panels):
             score_panel(job, n, unpacked, many)

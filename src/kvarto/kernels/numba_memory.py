@@ -7,7 +7,6 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
 from kvarto.simd import Emitter, f32, i8, i32, i64, integer, lowered
@@ -79,11 +78,8 @@ def call_reader(_context: Any, reader: Any, slab: Any, tile: Any, row_scale: Any
 
 
 def _prefetch(e: Emitter) -> None:
-    b, place = e.builder, i8.as_pointer()
-    function = cgutils.get_or_insert_function(b.module, ir.FunctionType(ir.VoidType(), [place, i32, i32, i32]), "llvm.prefetch.p0")
     with e.loop(integer(0), e.arguments[1], 64) as (offset, _):
-        # Read, into the second-level cache, data.
-        b.call(function, [b.inttoptr(b.add(e.arguments[0], offset), place), *[ir.Constant(i32, mode) for mode in (0, 2, 1)]])
+        e.prefetch(e.builder.add(e.arguments[0], offset))
 
 
 @intrinsic  # type: ignore[untyped-decorator]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvarto.jit import inlined
-from kvarto.kernels.numba_memory import call_reader, get_float, power_of_two, prefetch, put_float
+from kvarto.kernels.numba_memory import call_reader, get_float, get_int, power_of_two, put_float
 from kvarto.simd import EXP2
 
 LOG2_E = 1.4426950408889634
@@ -107,11 +107,12 @@ def read_v(job, page, head, unpacked):  # type: ignore[no-untyped-def]  # noqa: 
 
 
 @inlined
-def ask_for(job, page, head):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
-    """Prefetch both slabs of a head; page -1 is none."""
-    if page >= 0:
-        pair = job.k_nbytes + job.v_nbytes
-        prefetch(job.pages + page * job.page_stride + head * pair, pair)
+def next_pair(job, table, j, end_page, head):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """(address, bytes) of both slabs of a head in page j of a sequence; no bytes if there is none."""
+    if j >= end_page or get_int(table, j) < 0:
+        return job.pages, 0
+    pair = job.k_nbytes + job.v_nbytes
+    return job.pages + get_int(table, j) * job.page_stride + head * pair, pair
 
 
 @inlined

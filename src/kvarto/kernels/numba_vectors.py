@@ -64,6 +64,7 @@ def _rows(vectors: int) -> Callable[[Emitter], None]:
         (tile, x, out), rows, n = e.floats(0, 3, 4), e.arguments[1], e.arguments[2]
         slots = e.accumulators(block * vectors)
         with e.loop(integer(0), rows, block) as (row, _):
+            _prefetch_share(e, e.arguments[5], e.arguments[6], row, rows, block)
             e.clear(slots)
 
             def step(k: Any, lanes: int) -> None:
@@ -81,6 +82,17 @@ def _rows(vectors: int) -> Callable[[Emitter], None]:
     return emit
 
 
+def _prefetch_share(e: Emitter, address: Any, nbytes: Any, row: Any, rows: Any, block: int) -> None:
+    """The share of a block of rows in prefetching `nbytes` bytes, a multiple of 64 bytes for each block but the last."""
+    b = e.builder
+    lines = b.add(b.udiv(nbytes, b.mul(rows, integer(64 // block))), integer(1))
+    begin = b.mul(b.udiv(row, integer(block)), b.mul(lines, integer(64)))
+    end = b.add(begin, b.mul(lines, integer(64)))
+    stop = b.select(b.icmp_signed("<", end, nbytes), end, nbytes)
+    with e.loop(begin, stop, 64) as (offset, _):
+        e.prefetch(b.add(address, offset))
+
+
 def _store_sums(e: Emitter, sums: Sequence[Any], owners: Sequence[list[int]], wanted: range, place: tuple[Any, Any]) -> None:
     """Put the sums of the vectors `wanted` side by side, in as few pieces as the results that hold them."""
     done = 0
@@ -93,29 +105,29 @@ def _store_sums(e: Emitter, sums: Sequence[Any], owners: Sequence[list[int]], wa
 
 
 _ROWS = [lowered(_rows(vectors)) for vectors in (1, 2, 3, 4)]
-_ROWS_SIGNATURE = types.void(_address, _count, _count, _address, _address)
+_ROWS_SIGNATURE = types.void(_address, _count, _count, _address, _address, _address, _count)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def multiply_row(_context: Any, tile: Any, rows: Any, n: Any, x: Any, out: Any) -> Any:
-    """out[row] = sum over k of tile[row, k] * x[k]. tile [rows, n], x [n], out [rows]."""
+def multiply_row(_context: Any, tile: Any, rows: Any, n: Any, x: Any, out: Any, ahead: Any, ahead_nbytes: Any) -> Any:  # noqa: PLR0913
+    """out[row] = sum over k of tile[row, k] * x[k]. tile [rows, n], x [n], out [rows]. Meanwhile prefetches bytes that will be read soon."""
     return _ROWS_SIGNATURE, _ROWS[0]
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def multiply_2_rows(_context: Any, tile: Any, rows: Any, n: Any, x: Any, out: Any) -> Any:
+def multiply_2_rows(_context: Any, tile: Any, rows: Any, n: Any, x: Any, out: Any, ahead: Any, ahead_nbytes: Any) -> Any:  # noqa: PLR0913
     """As `multiply_row`, for x [2, n] and out [2, rows]."""
     return _ROWS_SIGNATURE, _ROWS[1]
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def multiply_3_rows(_context: Any, tile: Any, rows: Any, n: Any, x: Any, out: Any) -> Any:
+def multiply_3_rows(_context: Any, tile: Any, rows: Any, n: Any, x: Any, out: Any, ahead: Any, ahead_nbytes: Any) -> Any:  # noqa: PLR0913
     """As `multiply_row`, for x [3, n] and out [3, rows]."""
     return _ROWS_SIGNATURE, _ROWS[2]
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def multiply_4_rows(_context: Any, tile: Any, rows: Any, n: Any, x: Any, out: Any) -> Any:
+def multiply_4_rows(_context: Any, tile: Any, rows: Any, n: Any, x: Any, out: Any, ahead: Any, ahead_nbytes: Any) -> Any:  # noqa: PLR0913
     """As `multiply_row`, for x [4, n] and out [4, rows]."""
     return _ROWS_SIGNATURE, _ROWS[3]
 

@@ -1,0 +1,84 @@
+"""What a study measures and how much of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvarto.codecs import registry
+from kvarto.errors import UsageError
+from kvarto.formats import Format, Policy, parse_policy
+from kvarto.models.catalog import DEFAULT_MODEL
+from kvarto.study.result import Margins
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How much is measured. Lengths are in tokens; `name` is what reports call it.
+
+    documents, document_tokens    texts for fidelity, and how much of each
+    needle_lengths, needles, needle_seeds    haystacks: one for each length and seed, each with `needles` needles at as many depths
+    json_prompts                  extraction prompts, 0 for none
+    speed_contexts                tokens in the cache when speed and memory are measured; () for none
+    prefill_tokens, prefill_runs, decode_steps    what is timed there
+    """
+
+    name: str
+    documents: int
+    document_tokens: int
+    needle_lengths: tuple[int, ...]
+    needles: int
+    needle_seeds: int
+    json_prompts: int
+    speed_contexts: tuple[int, ...]
+    prefill_tokens: int = 256
+    prefill_runs: int = 1
+    decode_steps: int = 8
+
+
+QUICK = Budget(
+    "quick", documents=6, document_tokens=512, needle_lengths=(512, 1024), needles=6, needle_seeds=2, json_prompts=8,
+    speed_contexts=(1024, 4096),
+)  # fmt: skip
+FULL = Budget(
+    "full", documents=16, document_tokens=2048, needle_lengths=(512, 1024, 2048), needles=6, needle_seeds=6, json_prompts=24,
+    speed_contexts=(1024, 8192), prefill_runs=3, decode_steps=24,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class StudyOptions:
+    """The arguments of `run_study`.
+
+    model      a catalog name, a local folder or a hub id
+    formats    candidates as text, Format or Policy; none: the headline codecs of a quick study, every codec of a full one
+    text       `builtin`, `handbook`, `perl`, a file or a folder (`kvarto.models.texts`)
+    threads    CPU threads, or None for what torch takes
+    kernel     a kernel's name, or None for the best one
+    """
+
+    model: str = DEFAULT_MODEL
+    formats: tuple[str | Format | Policy, ...] = ()
+    budget: Budget = QUICK
+    text: str = "builtin"
+    seed: int = 0
+    threads: int | None = None
+    kernel: str | None = None
+    margins: Margins = field(default_factory=Margins)
+
+    def __post_init__(self) -> None:
+        if self.threads is not None and self.threads < 1:
+            raise UsageError("threads", "at least 1", self.threads)
+
+
+def candidates(options: StudyOptions) -> list[Policy]:
+    """The policies to try, in order, each once. Raises UnknownName or UsageError."""
+    wanted = options.formats or tuple(
+        name for name, codec in registry.items() if codec.headline or options.budget.name == FULL.name
+    )
+    return list(dict.fromkeys(_policy(each) for each in wanted))
+
+
+def _policy(wanted: str | Format | Policy) -> Policy:
+    if isinstance(wanted, str):
+        return parse_policy(wanted)
+    return Policy(wanted) if isinstance(wanted, Format) else wanted
