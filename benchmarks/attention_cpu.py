@@ -50,6 +50,7 @@ class Samples:
     """Milliseconds of one layer's step, one for each repeat."""
 
     milliseconds: list[float]
+    others_share: float = 0.0  # What other processes took of the cores, at most.
 
     @property
     def median(self) -> float:
@@ -71,17 +72,62 @@ def ratios(slow: Samples, fast: Samples) -> tuple[float, float, float]:
     return low, median, high
 
 
-def interleave(contenders: dict[str, list[Callable[[], Any]]], repeats: int) -> dict[str, Samples]:
-    """Mean time of the calls (one for each layer) of every contender, `repeats` times in turn, after one round that is not counted."""
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    for repeat in range(repeats + 1):
-        for name, layers in contenders.items():
+class Neighbours:
+    """What other processes take of this machine's cores: a repeat that they disturb says little."""
+
+    QUIET = 0.03
+
+    def __init__(self, patience_seconds: float) -> None:
+        self._patience_seconds, self._process = patience_seconds, psutil.Process()
+        self._mark()
+
+    def _mark(self) -> None:
+        times, own = psutil.cpu_times(), self._process.cpu_times()
+        idle = times.idle + getattr(times, "iowait", 0.0)
+        self._at, self._others = time.monotonic(), sum(times) - idle - own.user - own.system
+
+    def share(self) -> float:
+        """Of all cores, since the last call."""
+        at, others = self._at, self._others
+        self._mark()
+        return max(0.0, self._others - others) / (self._at - at) / (os.cpu_count() or 1)
+
+    def wait(self) -> None:
+        """Until they are quiet, or patience (of all waits together) is over."""
+        while self._patience_seconds > 0:
+            self.share()
+            time.sleep(0.5)
+            self._patience_seconds -= 0.5
+            if self.share() < self.QUIET:
+                return
+        self.share()
+
+
+def interleave(
+    contenders: dict[str, list[Callable[[], Any]]], repeats: int, neighbours: Neighbours | None = None
+) -> dict[str, Samples]:
+    """Mean time of the calls (one for each layer) of every contender, all in turn in every repeat, after one round that is not counted.
+
+    Of up to three times as many repeats those are kept that other processes disturbed least.
+    """
+    rounds: list[tuple[float, dict[str, float]]] = []
+    for repeat in range(3 * repeats + 1):
+        if neighbours:
+            neighbours.wait()
+        times = {}
+        turn = repeat % len(contenders)  # Nobody is always the first, or always behind the same one.
+        for name, layers in [*contenders.items()][turn:] + [*contenders.items()][:turn]:
             begin = time.perf_counter()
             for step in layers:
                 step()
-            if repeat:
-                times[name].append((time.perf_counter() - begin) * 1e3 / len(layers))
-    return {name: Samples(values) for name, values in times.items()}
+            times[name] = (time.perf_counter() - begin) * 1e3 / len(layers)
+        if repeat:
+            rounds.append((neighbours.share() if neighbours else 0.0, times))
+        if sum(share < Neighbours.QUIET for share, _ in rounds) == repeats:
+            break
+    rounds.sort(key=lambda item: item[0])
+    share = rounds[min(repeats, len(rounds)) - 1][0]
+    return {name: Samples([times[name] for _, times in rounds[:repeats]], share) for name in contenders}
 
 
 # ---- contenders ----------------------------------------------------------------------------------------------------
@@ -215,6 +261,8 @@ def check(pattern: Pattern, text: str, tokens: int) -> float:
 def hold(text: str, tokens: int, layers: int) -> dict[str, int]:
     """In a process of its own: fill the caches of `layers` layers as they grow, and count what the process then holds."""
     process = psutil.Process()
+    warm = PageStore(64, torch.device("cpu"))  # What torch takes at its first operations is not the cache's.
+    warm.put(warm.take(1), torch.ones((1, 64), dtype=torch.uint8))
     keep: list[Any] = []
     before = process.memory_info().rss
     if text.startswith("dense "):
@@ -272,7 +320,7 @@ def fastest_dense(times: dict[str, Samples]) -> dict[str, Samples]:
 
 def measure_decode(pattern: Pattern, options: argparse.Namespace, console: Console, speed: dict[str, float]) -> list[dict[str, Any]]:
     table = Table(title="decode: one layer's step, milliseconds (median, quartiles)")
-    columns = ["B x context", "layers", *options.formats, "sdpa bf16", "sdpa fp32", "fastest SDPA / ours", "packed GB/s"]
+    columns = ["B x context", "layers", "others", *options.formats, "sdpa bf16", "sdpa fp32", "fastest SDPA / ours", "packed GB/s"]
     for column in columns:
         table.add_column(column, justify="right")
     results = []
@@ -280,13 +328,13 @@ def measure_decode(pattern: Pattern, options: argparse.Namespace, console: Conso
         for rows in options.batches:
             packed_nbytes = {text: rows * tokens // S * parse_format(text).layout(GEOMETRY).nbytes for text in options.formats}
             layers = max(1, -(-4 * last_level_cache_bytes() // min(packed_nbytes.values())))
-            times = interleave(decode_contenders(pattern, options.formats, tokens, rows, layers), options.repeats)
+            times = interleave(decode_contenders(pattern, options.formats, tokens, rows, layers), options.repeats, options.neighbours)
             dense = fastest_dense(times)
             best = min(dense.values(), key=lambda samples: samples.median)
             gained = {text: ratios(best, times[text]) for text in options.formats}
             rates = {text: packed_nbytes[text] / times[text].median / 1e6 for text in options.formats}
             results.append({
-                "batch": rows, "context_tokens": tokens, "layers": layers,
+                "batch": rows, "context_tokens": tokens, "layers": layers, "others_share_of_cores": best.others_share,
                 "times": {name: samples.as_json() for name, samples in times.items()},
                 "fastest_sdpa_over_ours": {text: {"quartile_low": a, "median": b, "quartile_high": c} for text, (a, b, c) in gained.items()},
                 "sdpa_bf16_over_ours": {text: ratios(dense["bf16"], times[text])[1] for text in options.formats},
@@ -298,7 +346,7 @@ def measure_decode(pattern: Pattern, options: argparse.Namespace, console: Conso
                 "share_of_read_bandwidth": {text: rate / speed["read_gb_per_s"] for text, rate in rates.items()},
             })  # fmt: skip
             table.add_row(
-                f"{rows} x {tokens}", str(layers), *(str(times[text]) for text in options.formats), str(dense["bf16"]), str(dense["fp32"]),
+                f"{rows} x {tokens}", str(layers), f"{best.others_share:.0%}", *(str(times[text]) for text in options.formats), str(dense["bf16"]), str(dense["fp32"]),
                 "  ".join(f"{text} {gained[text][1]:.2f}" for text in options.formats),
                 "  ".join(f"{text} {rates[text]:.1f}" for text in options.formats),
             )  # fmt: skip
@@ -308,7 +356,8 @@ def measure_decode(pattern: Pattern, options: argparse.Namespace, console: Conso
 
 def measure_prefill(pattern: Pattern, options: argparse.Namespace, console: Console) -> dict[str, Any]:
     chunk, history = options.chunk, options.history
-    times = interleave(prefill_contenders(pattern, options.formats, chunk, history), max(3, options.repeats // 4))
+    contenders = prefill_contenders(pattern, options.formats, chunk, history)
+    times = interleave(contenders, max(3, options.repeats // 4), options.neighbours)
     best = min((samples for name, samples in times.items() if name.startswith("sdpa")), key=lambda samples: samples.median)
     table = Table(title=f"prefill: {chunk} tokens on {history} packed ones, one layer, milliseconds")
     for column in ("contender", "time", "fastest SDPA / it"):
@@ -317,7 +366,7 @@ def measure_prefill(pattern: Pattern, options: argparse.Namespace, console: Cons
         table.add_row(name, str(samples), f"{ratios(best, samples)[1]:.2f}")
     console.print(table)
     return {
-        "chunk_tokens": chunk, "history_tokens": history,
+        "chunk_tokens": chunk, "history_tokens": history, "others_share_of_cores": best.others_share,
         "times": {name: samples.as_json() for name, samples in times.items()},
         "fastest_sdpa_over_ours": {text: ratios(best, times[text])[1] for text in options.formats},
     }  # fmt: skip
@@ -379,6 +428,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=None, help="threads of torch, and so of everything (default: torch's own)")
     parser.add_argument("--formats", type=lambda text: text.split(","), default=["int8", "int4"])
     parser.add_argument("--repeats", type=int, default=None)
+    parser.add_argument("--patience", type=float, default=60.0, help="seconds to wait in all for other processes to be quiet (default 60)")
     parser.add_argument("--hold", default=None, help=argparse.SUPPRESS)
     parser.add_argument("--hold-tokens", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--hold-layers", type=int, default=0, help=argparse.SUPPRESS)
@@ -386,6 +436,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     options.contexts, options.batches = ([8192], [1]) if options.quick else ([8192, 32768], [1, 4])
     options.repeats = options.repeats or (7 if options.quick else 21)
     options.chunk, options.history = 2048, 8192
+    options.neighbours = Neighbours(options.patience)
     options.out = options.out or (None if options.quick else BASELINE)
     return options
 

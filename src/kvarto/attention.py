@@ -284,7 +284,11 @@ class LayerKV:
                 return f"only {row.length} tokens are held"
             if missing := self._missing(row, row.length - tokens):
                 sealed = row.packed[missing[0]] >= 0
-                gone = "is sealed and its raw values are gone" if sealed else "was let go of, it lay behind the sliding window"
+                gone = (
+                    "is sealed and its raw values are gone"
+                    if sealed
+                    else "was let go of, it lay behind the sliding window"
+                )
                 return f"page {missing[0]} {gone}"
         return None
 

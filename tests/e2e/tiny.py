@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -68,3 +69,33 @@ def prompt(*lengths: int, seed: int = 1) -> dict[str, torch.Tensor]:
     ids = torch.randint(3, VOCABULARY, (len(lengths), longest), generator=generator)
     mask = torch.stack([(torch.arange(longest) >= longest - length).long() for length in lengths])
     return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+@cache
+def shared(family: str) -> Any:
+    """A float32 model that tests may use but not change."""
+    return model(family)
+
+
+def relative(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest difference, as a part of the largest number expected."""
+    return float((got.float() - expected.float()).abs().max() / expected.float().abs().max())
+
+
+def feed(model: Any, kv: Any, inputs: dict[str, torch.Tensor], pieces: list[int]) -> torch.Tensor:
+    """Logits [B, T, V] of the tokens that the cache does not hold yet, given to the model in pieces."""
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+    out, first = [], kv.get_seq_length()
+    for size in pieces:
+        run = slice(first, first + size)
+        seen = mask[:, : first + size]
+        out.append(model(ids[:, run], attention_mask=seen, position_ids=positions[:, run], cache=kv).logits)
+        first += size
+    return torch.cat(out, dim=1)
+
+
+def one_more_token(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same inputs, longer by one token in each row."""
+    B = inputs["input_ids"].shape[0]
+    return {name: torch.cat([tensor, torch.ones(B, 1, dtype=torch.long)], dim=1) for name, tensor in inputs.items()}

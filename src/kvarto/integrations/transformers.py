@@ -99,12 +99,14 @@ class _Layer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
                 f"{name} masks with a window of {got} tokens, its config says {expected}; use the model's own cache"
             )
         _check_options(module, query, options)
+        self.columns += query.shape[
+            2
+        ]  # before anything is stored: should that break off, `Cache.held_columns` will notice
         out = self.cache.kv.extend(
             self.index, query, *new, padding.valid,
             scale=query.shape[-1] ** -0.5 if options.get("scaling") is None else options["scaling"],
             softcap=options.get("softcap"), sinks=options.get("s_aux"),
         )  # fmt: skip
-        self.columns += query.shape[2]
         self.cache.columns = padding.columns
         return out.transpose(1, 2).contiguous()
 
@@ -210,7 +212,7 @@ class Cache(cache_utils.Cache):  # type: ignore[misc]
     ) -> Tensor:
         """A marked bool mask [B, 1, 1, past + T], False for padding, from attention_mask [B, past + T] or None if there is no padding."""
         self.expect_attended()
-        held = self._held()
+        held = self.held_columns()
         shape = (sequences, held + tokens)
         columns = (
             torch.ones(shape, dtype=torch.bool, device=device) if attention_mask is None else attention_mask.bool()
@@ -238,13 +240,12 @@ class Cache(cache_utils.Cache):  # type: ignore[misc]
             reason = f"the keys of layer {self.waiting.index} never reached kvarto's attention function"
             raise Unsupported(f"{reason}; use the model's own cache")
 
-    def _held(self) -> int:
-        """Columns that every layer holds."""
-        held = {layer.columns for layer in self.layers if isinstance(layer, _Layer)}
+    def held_columns(self) -> int:
+        """Columns that every layer holds. Raises Unsupported if a forward pass broke off between layers, or within one."""
+        held = {0 if self.columns is None else self.columns.shape[1]}
+        held |= {layer.columns for layer in self.layers if isinstance(layer, _Layer)}
         if len(held) > 1:
-            raise Unsupported(
-                f"the last forward pass broke off between layers, which hold {sorted(held)} columns; {_START_AGAIN}"
-            )
+            raise Unsupported(f"a forward pass broke off, and layers hold {sorted(held)} columns; {_START_AGAIN}")
         return held.pop()
 
     # ---- sequences -------------------------------------------------------------------------------------------------
@@ -254,11 +255,12 @@ class Cache(cache_utils.Cache):  # type: ignore[misc]
         if tokens_to_remove > 0:
             raise UsageError("tokens_to_remove", "0 or a negative number", tokens_to_remove)
         self.expect_attended()
-        self._held()
+        self.held_columns()
         if tokens_to_remove < 0:
             self._check_crop(-tokens_to_remove)
-            self.columns = None if self.columns is None else self.columns[:, :tokens_to_remove]
         super().crop(tokens_to_remove)
+        if self.columns is not None and tokens_to_remove < 0:
+            self.columns = self.columns[:, :tokens_to_remove]
 
     def _check_crop(self, tokens: int) -> None:
         if not self.is_croppable:
