@@ -16,14 +16,26 @@ from typing import Any
 
 import llvmlite.binding as llvm
 from llvmlite import ir
-from numba import types
+from numba import config, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-_FEATURES = llvm.get_host_cpu_features()
-LANES = 16 if _FEATURES.get("avx512f") else 8 if _FEATURES.get("avx") else 4
-"""float32 numbers in a vector register."""
 
+
+def _lanes() -> int:
+    """float32 numbers in the widest vector that numba compiles for here."""
+    features = config.CPU_FEATURES
+    if features is None:
+        try:
+            features = llvm.get_host_cpu_features().flatten()
+        except RuntimeError:  # LLVM does not know how to ask this system.
+            features = ""
+    known = features.split(",")
+    return 16 if "+avx512f" in known else 8 if "+avx" in known else 4
+
+
+LANES = _lanes()
+"""float32 numbers in a vector."""
 f32, i8, i16, i32, i64 = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 EXP2 = (
     1.535336188319500e-4,

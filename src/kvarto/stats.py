@@ -55,7 +55,7 @@ def clustered_mean(totals: Sequence[float], weights: Sequence[float], level: flo
         return Estimate(mean, -math.inf, math.inf, math.inf, clusters)
     variance = clusters / (clusters - 1) * float(((total - mean * weight) ** 2).sum()) / float(weight.sum()) ** 2
     error = math.sqrt(variance)
-    half = _t(clusters, (1 + level) / 2) * error
+    half = t_quantile(clusters, (1 + level) / 2) * error
     return Estimate(mean, mean - half, mean + half, error, clusters)
 
 
@@ -66,7 +66,7 @@ def smallest_mean_seen(estimate: Estimate, power: float = POWER, level: float = 
     """
     if estimate.clusters < 2:
         return math.inf
-    return (_t(estimate.clusters, (1 + level) / 2) + _t(estimate.clusters, power)) * estimate.error
+    return (t_quantile(estimate.clusters, (1 + level) / 2) + t_quantile(estimate.clusters, power)) * estimate.error
 
 
 def clusters_needed(estimate: Estimate, margin: float, level: float = LEVEL) -> int | None:
@@ -77,7 +77,7 @@ def clusters_needed(estimate: Estimate, margin: float, level: float = LEVEL) -> 
     distance, spread = abs(estimate.mean - margin), estimate.error * math.sqrt(estimate.clusters)
     if not math.isfinite(spread) or distance == 0:
         return None
-    return _smallest(lambda n: distance >= _t(n, (1 + level) / 2) * spread / math.sqrt(n), start=2)
+    return _smallest(lambda n: distance >= t_quantile(n, (1 + level) / 2) * spread / math.sqrt(n), start=2)
 
 
 def mcnemar(losses: int, gains: int) -> float:
@@ -111,18 +111,22 @@ def smallest_loss_seen(pairs: int, alpha: float = ALPHA) -> float | None:
     return losses / pairs if losses <= pairs else None
 
 
-def pairs_needed(losses: int, pairs: int, margin: float, level: float = LEVEL) -> int | None:
-    """Pairs in all at which the upper bound of the loss rate would fall below `margin`, at the rate seen so far; None if it never would.
+def pairs_needed(losses: int, gains: int, pairs: int, margin: float, alpha: float = ALPHA) -> int | None:
+    """Pairs in all that would decide whether the loss rate is below `margin`, if the rates stayed as seen; None if none would.
 
-    The rate is losses / pairs and losses are rounded up, so the answer errs on the long side.
+    Below the margin: the n at which the upper bound of losses / n falls below it. Above: the n at which `mcnemar` calls the loss
+    significant. Losses are rounded up and gains down, so the first errs on the long side.
     """
-    rate = losses / pairs if pairs else 0.0
-    if rate >= margin:
-        return None
-    return _smallest(lambda n: upper_bound(math.ceil(rate * n - 1e-9), n, level) < margin, start=max(pairs, 1))
+    lost, gained = losses / pairs, gains / pairs
+    if lost < margin:
+        return _smallest(lambda n: upper_bound(math.ceil(lost * n - 1e-9), n, 1 - alpha) < margin, start=pairs)
+    if lost - gained > margin:
+        return _smallest(lambda n: mcnemar(math.ceil(lost * n - 1e-9), math.floor(gained * n)) < alpha, start=pairs)
+    return None
 
 
-def _t(clusters: int, probability: float) -> float:
+def t_quantile(clusters: int, probability: float) -> float:
+    """Quantile of Student's t with clusters - 1 degrees of freedom."""
     return float(stats.t.ppf(probability, clusters - 1))
 
 

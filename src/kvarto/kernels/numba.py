@@ -5,9 +5,13 @@ It uses as many threads as torch does (`torch.set_num_threads`), and may be call
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
 import numpy as np
 
-from kvarto.jit import available, torch
+from kvarto.jit import available, compile_kernel, torch
 from kvarto.kernels.base import PageSet, Partial, Queries, Rule, SlabReader, Support
 from kvarto.kernels.team import run_team
 from kvarto.layout import PageLayout
@@ -31,30 +35,57 @@ class NumbaKernel:
 
     def attend(self, queries: Queries, pages: PageSet, rule: Rule, *, scale: float, softcap: float | None) -> Partial:
         """See `base.Kernel.attend`."""
-        from kvarto.kernels.numba_kernel import SPLIT_FIELDS, TILE_FIELDS, compiled
-        from kvarto.kernels.numba_pages import JOB
-
-        geometry, (T, Hq, _) = pages.layout.geometry, queries.q.shape
+        compiled, geometry, (T, Hq, _) = _compiled(), pages.layout.geometry, queries.q.shape
         q = pages.k.rotate(queries.q).contiguous()
         table, start, position = (x.contiguous() for x in (pages.table, queries.start, queries.position))
         out, lse = q.new_zeros((T, Hq, geometry.v_dim)), q.new_full((T, Hq), -torch.inf)
-        addresses = (x.data_ptr() for x in (q, out, lse, table, start, position, pages.pages))
-        job = np.zeros(1, JOB)
+        # From here on there are only addresses.
+        assert q.dtype == torch.float32, q.dtype
+        assert {x.dtype for x in (table, start, position)} == {torch.int32}
+        assert pages.pages.stride(1) == 1
+        assert Hq % geometry.heads == 0, (Hq, geometry)
+        job = np.zeros(1, compiled.record)
         job[0] = (
-            *addresses, pages.k.numba.address, pages.v.numba.address, pages.pages.stride(0), pages.layout.k.nbytes, pages.layout.v.nbytes,
+            *(x.data_ptr() for x in (q, out, lse, table, start, position, pages.pages)), pages.k.numba.address, pages.v.numba.address,
+            pages.pages.stride(0), pages.layout.k.nbytes, pages.layout.v.nbytes,
             *table.shape, geometry.heads, Hq // geometry.heads, geometry.page_tokens, geometry.k_dim, geometry.v_dim,
             rule.sink_pages, rule.window_pages, -1 if rule.sliding_tokens is None else rule.sliding_tokens, pages.raw,
             *[0] * 8, scale, softcap or 0.0,
         )  # fmt: skip
-        plan, work = compiled()
         pointer = job.ctypes.data
-        run_team(plan.address, pointer, 1)
-        tiles = np.empty((int(job["tile_count"][0]), TILE_FIELDS), np.int64)
-        splits = np.empty((int(job["split_count"][0]), SPLIT_FIELDS), np.int64)
-        partials = np.empty(int(job["partial_rows"][0]) * (geometry.v_dim + 2), np.float32)
-        counters = np.zeros(1 + len(tiles) * geometry.heads, np.int64)
-        for name, array in (("tiles", tiles), ("splits", splits), ("partials", partials), ("counters", counters)):
-            job[name] = array.ctypes.data
-        run_team(plan.address, pointer, 1)
-        run_team(work.address, pointer, min(torch.get_num_threads(), len(splits) * geometry.heads))
+        run_team(compiled.plan, pointer, 1)
+        tile_count, split_count, partial_rows = (int(job[name][0]) for name in ("tile_count", "split_count", "partial_rows"))
+        if split_count:
+            arrays = {
+                "tiles": np.empty((tile_count, compiled.tile_fields), np.int64),
+                "splits": np.empty((split_count, compiled.split_fields), np.int64),
+                "partials": np.empty(partial_rows * (geometry.v_dim + 2), np.float32),
+                "counters": np.zeros(1 + tile_count * geometry.heads, np.int64),
+            }
+            for name, array in arrays.items():
+                job[name] = array.ctypes.data
+            run_team(compiled.plan, pointer, 1)
+            run_team(compiled.work, pointer, min(torch.get_num_threads(), split_count * geometry.heads))
         return Partial(pages.v.unrotate(out), lse)
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    """The kernel as C functions, by address, and what they take; `keep` is what must not be collected."""
+
+    plan: int
+    work: int
+    record: Any
+    tile_fields: int
+    split_fields: int
+    keep: Any
+
+
+@cache
+def _compiled() -> _Compiled:
+    """Compiled once for all codecs and geometries; numba is imported only here."""
+    from kvarto.kernels.numba_kernel import plan, work
+    from kvarto.kernels.numba_pages import JOB, SPLIT_FIELDS, TILE_FIELDS
+
+    functions = compile_kernel(plan, JOB), compile_kernel(work, JOB)
+    return _Compiled(functions[0].address, functions[1].address, JOB, TILE_FIELDS, SPLIT_FIELDS, functions)

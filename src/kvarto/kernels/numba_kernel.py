@@ -9,17 +9,27 @@ finishes the last one. So the result of a sequence has the same bits in any batc
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
-
 import numpy as np
 from numba import carray
 
-from kvarto.jit import compile_kernel, inlined
+from kvarto.jit import inlined
 from kvarto.kernels.numba_few import FEW_ROWS, attend_few, few_floats, take_few
 from kvarto.kernels.numba_many import attend_many, many_floats, take_many
 from kvarto.kernels.numba_memory import address_of, fetch_add, get_float, get_int, get_long, put_float, put_long
-from kvarto.kernels.numba_pages import FLOAT_NBYTES, JOB, LOG2_E, Queries, Unpacked, exp2, take, take_terms
+from kvarto.kernels.numba_pages import (
+    FLOAT_NBYTES,
+    INT_NBYTES,
+    JOB,
+    LOG2_E,
+    LONG_NBYTES,
+    SPLIT_FIELDS,
+    TILE_FIELDS,
+    Queries,
+    Unpacked,
+    exp2,
+    take,
+    take_terms,
+)
 from kvarto.kernels.numba_vectors import add_row, take_row
 
 SPLIT_PAGES = 16
@@ -28,8 +38,6 @@ SPLIT_ROWS = 64
 TILE_ROWS = 256
 """A tile has at most so many rows (but one query at least), so that its scratch stays in the second-level cache."""
 
-TILE_FIELDS = 6  # row, first query, count, position, first split, end split
-SPLIT_FIELDS = 4  # tile, first page, end page, row of its first partial result
 
 
 def plan(pointer):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
@@ -95,19 +103,19 @@ def work(pointer):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
         item = fetch_add(job.counters)
         if item >= job.split_count * job.Hkv:
             break
-        split, head = job.splits + 8 * SPLIT_FIELDS * (item // job.Hkv), item % job.Hkv
+        split, head = job.splits + LONG_NBYTES * SPLIT_FIELDS * (item // job.Hkv), item % job.Hkv
         i = get_long(split, 0)
-        fields = job.tiles + 8 * TILE_FIELDS * i
+        fields = job.tiles + LONG_NBYTES * TILE_FIELDS * i
         queries = Queries(get_long(fields, 0), get_long(fields, 1), get_long(fields, 2), get_long(fields, 3))
         first_split, end_split = get_long(fields, 4), get_long(fields, 5)
-        table = job.table + 4 * queries.row * job.N
+        table = job.table + INT_NBYTES * queries.row * job.N
         M = queries.count * job.R
         result = partial(job, get_long(split, 3) + head * M)
         if M <= FEW_ROWS:
             attend_few(job, queries, head, table, get_long(split, 1), get_long(split, 2), unpacked, few, result)
         else:
             attend_many(job, queries, head, table, get_long(split, 1), get_long(split, 2), unpacked, many, result)
-        if fetch_add(job.counters + 8 * (1 + i * job.Hkv + head)) == end_split - first_split - 1:
+        if fetch_add(job.counters + LONG_NBYTES * (1 + i * job.Hkv + head)) == end_split - first_split - 1:
             merge_splits(job, queries, head, first_split, end_split)
     address_of(memory)  # Keeps it alive until here.
 
@@ -141,9 +149,3 @@ def merge_splits(job, queries, head, first_split, end_split):  # type: ignore[no
             add_row(target, out, job.Dv, weight)
         take_row(target, job.Dv, np.float32(1) / sum_of_weights, target)
         put_float(job.lse, query, (highest + np.float32(np.log2(sum_of_weights))) / np.float32(LOG2_E))
-
-
-@cache
-def compiled() -> tuple[Any, Any]:
-    """(plan, work) as C functions, compiled once for all codecs and geometries."""
-    return compile_kernel(plan, JOB), compile_kernel(work, JOB)

@@ -11,12 +11,15 @@ from typing import NamedTuple
 import numpy as np
 
 from kvarto.jit import inlined
-from kvarto.kernels.numba_memory import call_reader, get_float, get_int, power_of_two, put_float
+from kvarto.kernels.numba_memory import call_reader, get_float, get_int, get_long, power_of_two, put_float
 from kvarto.simd import EXP2
 
 LOG2_E = 1.4426950408889634
 LINE_NBYTES = 64
-FLOAT_NBYTES = 4
+FLOAT_NBYTES = INT_NBYTES = 4
+LONG_NBYTES = 8
+TILE_FIELDS = 6  # int64: row, first query, count, position, first split, end split
+SPLIT_FIELDS = 4  # int64: tile, first page, end page, row of its first partial result
 
 JOB = np.dtype(
     [(name, np.int64) for name in (
@@ -108,11 +111,17 @@ def read_v(job, page, head, unpacked):  # type: ignore[no-untyped-def]  # noqa: 
 
 @inlined
 def next_pair(job, table, j, end_page, head):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
-    """(address, bytes) of both slabs of a head in page j of a sequence; no bytes if there is none."""
-    if j >= end_page or get_int(table, j) < 0:
-        return job.pages, 0
+    """(address, bytes) of both slabs of a head in page j of a sequence; after its last page, of what the next item probably begins with."""
+    if j >= end_page:
+        item = get_long(job.counters, 0)
+        if item >= job.split_count * job.Hkv:
+            return job.pages, 0
+        split, head = job.splits + LONG_NBYTES * SPLIT_FIELDS * (item // job.Hkv), item % job.Hkv
+        row = get_long(job.tiles + LONG_NBYTES * TILE_FIELDS * get_long(split, 0), 0)
+        table, j = job.table + INT_NBYTES * row * job.N, get_long(split, 1)
+    page = get_int(table, j)
     pair = job.k_nbytes + job.v_nbytes
-    return job.pages + get_int(table, j) * job.page_stride + head * pair, pair
+    return job.pages + page * job.page_stride + head * pair, pair + LINE_NBYTES if page >= 0 else 0  # It may begin within a line.
 
 
 @inlined

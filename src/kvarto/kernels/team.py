@@ -21,11 +21,16 @@ def run_team(function: int, argument: int, threads: int) -> None:
     There may be fewer threads than asked for, so the function must take its share of the work from a counter. The GIL is released.
     """
     if threads == 1:
-        _FUNCTION(function)(argument)
+        _callable(function)(argument)
     elif (parallel := _openmp()) is not None:
         parallel(function, argument, threads, 0)
     else:
         _run_on_python_threads(function, argument, threads)
+
+
+@cache
+def _callable(function: int) -> Callable[[int], None]:
+    return _FUNCTION(function)
 
 
 @cache
@@ -40,7 +45,7 @@ def _openmp() -> Callable[[int, int, int, int], None] | None:
 
 
 def _run_on_python_threads(function: int, argument: int, threads: int) -> None:
-    call = _FUNCTION(function)
+    call = _callable(function)
     others = [_pool(threads).submit(call, argument) for _ in range(threads - 1)]
     call(argument)
     for other in others:

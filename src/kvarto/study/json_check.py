@@ -129,10 +129,12 @@ def _padding_id(tokenizer: Any) -> int:
 
 def _cut(tokenizer: Any, row: Sequence[int]) -> list[int]:
     """Up to the token that ends the line or the text: what follows is padding."""
-    for i, token in enumerate(row):
-        if token == tokenizer.eos_token_id or "\n" in tokenizer.decode([token]):
-            return list(row[: i + 1])
-    return list(row)
+    end = next((i for i, token in enumerate(row) if _ends(tokenizer, token)), len(row))
+    return list(row[: end + 1])
+
+
+def _ends(tokenizer: Any, token: int) -> bool:
+    return token == tokenizer.eos_token_id or "\n" in tokenizer.decode([token])
 
 
 def write_from_drafts(
@@ -148,7 +150,7 @@ def write_from_drafts(
         output = list(draft[:same])
         if same < len(draft):
             output.append(int(row[len(ending) - len(draft) + same - 1]))
-            if len(_cut(tokenizer, output)) == len(output) and not _ended(tokenizer, output):
+            if len(output) < _MOST_TOKENS and not _ends(tokenizer, output[-1]):
                 unfinished.append(i)
         outputs.append(output)
     if unfinished:
@@ -157,11 +159,6 @@ def write_from_drafts(
         for i, rest in zip(unfinished, write(arm, tokenizer, begun, room), strict=True):
             outputs[i] += rest
     return outputs
-
-
-def _ended(tokenizer: Any, output: Sequence[int]) -> bool:
-    last = output[-1]
-    return len(output) >= _MOST_TOKENS or last == tokenizer.eos_token_id or "\n" in tokenizer.decode([last])
 
 
 def _shared_prefix(prompts: Sequence[Sequence[int]]) -> int:
