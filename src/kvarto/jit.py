@@ -63,23 +63,23 @@ def inlined(function: F) -> F:
 
 
 if available("numba"):
-    from kvarto.simd import load_fp8s, load_numbers, scale_numbers
+    from kvarto.unpack import load_fp8s, load_numbers, scale_numbers
 
 
 @inlined
-def load_floats(slab, start, dtype, out):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+def load_floats(slab, start, dtype, out):  # type: ignore[no-untyped-def]
     """For compiled readers: `out.size` numbers of `dtype` ("float16", "bfloat16", "float32") at byte `start` of slab, into float32 out [n]."""
     load_numbers(slab, start, dtype, out)
 
 
 @inlined
-def load_fp8(slab, start, e5m2, tile):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+def load_fp8(slab, start, e5m2, tile):  # type: ignore[no-untyped-def]
     """For compiled readers: float8 numbers at byte `start` of slab, into float32 tile [rows, columns]. Exact, subnormals included."""
     load_fp8s(slab, start, e5m2, tile.reshape(tile.size))
 
 
 @inlined
-def scale_floats(slab, scale_at, zero_at, out):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+def scale_floats(slab, scale_at, zero_at, out):  # type: ignore[no-untyped-def]
     """For compiled readers: out[i] = out[i] * scale[i] + zero[i], with float16 scales and zeros at those bytes of slab; out float32 [n]."""
     scale_numbers(slab, scale_at, zero_at, out)
 
@@ -148,6 +148,8 @@ def _sources_digest() -> str:
     """Of the files that compiled code is made of: other edits need not compile it again."""
     digest = hashlib.sha256(require("numba").__version__.encode())
     root = Path(__file__).parent
-    for path in sorted([root / "jit.py", root / "simd.py", *root.glob("codecs/*.py"), *root.glob("kernels/*.py")]):
+    for path in sorted(
+        [root / "jit.py", root / "simd.py", root / "unpack.py", *root.glob("codecs/*.py"), *root.glob("kernels/*.py")]
+    ):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]

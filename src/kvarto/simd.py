@@ -1,41 +1,37 @@
-"""Vector code for compiled CPU code, where LLVM does not find it by itself: an emitter of LLVM's vector type, and what is made with it.
+"""An emitter of LLVM's vector code, for what numba does not make fast by itself.
 
-Compiled functions call the intrinsics below; plain Python cannot, and without numba they do not exist. LLVM lowers the vectors to whatever the
-machine has, so only `LANES` depends on it. Here is what tile readers need; kernels/numba_vectors.py has the inner products and the softmax.
-
-- `unpack_codes`                 codes of 8, 4, 3 or 2 bits to float32 (10 times faster than a loop in numba)
-- `add_two_bits`                 two more bits for some columns
-- `load_numbers`, `load_fp8s`    stored floats to float32
-- `scale_numbers`                by stored scales and zeros
+LLVM lowers the vectors to whatever the machine has, so only `LANES` depends on it. Intrinsics made with the emitter are called from compiled
+functions; plain Python cannot call them, and without numba their modules do not exist: kvarto/unpack.py has those of tile readers, and
+kernels/numba_vectors.py the inner products and the softmax.
 """
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import llvmlite.binding as llvm
 from llvmlite import ir
-from numba import config, types
+from numba import config
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 
-
-def _lanes() -> int:
-    """float32 numbers in the widest vector that numba compiles for here."""
-    features = config.CPU_FEATURES
-    if features is None:
+def _features() -> set[str]:
+    """What the machine that numba compiles for can do, in LLVM's words."""
+    text = config.CPU_FEATURES
+    if text is None:
         try:
-            features = llvm.get_host_cpu_features().flatten()
+            text = llvm.get_host_cpu_features().flatten()
         except RuntimeError:  # LLVM does not know how to ask this system.
-            features = ""
-    known = features.split(",")
-    return 16 if "+avx512f" in known else 8 if "+avx" in known else 4
+            text = ""
+    return set(text.split(","))
 
 
-LANES = _lanes()
+LANES = 16 if "+avx512f" in _features() else 8 if "+avx" in _features() else 4
 """float32 numbers in a vector."""
+# Without its instruction LLVM would call a function for binary16 that may not exist, and abort; only old and some virtual x86 lack it.
+_CONVERTS_HALF = "+f16c" in _features() or platform.machine().lower() not in ("x86_64", "amd64")
 f32, i8, i16, i32, i64 = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 EXP2 = (
     1.535336188319500e-4,
@@ -46,7 +42,6 @@ EXP2 = (
     6.931472028550421e-1,
 )
 """2^x on -0.5 .. 0.5 is the polynomial of these and 1, highest power first, within 2e-7 (Cephes, exp2f)."""
-_CODE_PLANES = {8: (8,), 4: (4,), 3: (2, 1), 2: (2,)}
 
 
 def integer(value: int) -> Any:
@@ -113,15 +108,18 @@ class Emitter:
             done = end
 
     def shuffle(self, x: Any, y: Any, lanes: Sequence[int]) -> Any:
+        """Lanes of x and y, those of y counted on from those of x."""
         return self.builder.shuffle_vector(x, y, ir.Constant(ir.VectorType(i32, len(lanes)), list(lanes)))
 
     def splat(self, scalar: Any) -> Any:
+        """A number in every lane."""
         vector = self.builder.insert_element(
             ir.Constant(ir.VectorType(f32, LANES), ir.Undefined), scalar, ir.Constant(i32, 0)
         )
         return self.shuffle(vector, vector, [0] * LANES)
 
     def fma(self, x: Any, y: Any, z: Any) -> Any:
+        """x * y + z."""
         kind = x.type
         function = cgutils.get_or_insert_function(
             self.builder.module, ir.FunctionType(kind, [kind] * 3), f"llvm.fmuladd.v{kind.count}f32"
@@ -141,20 +139,23 @@ class Emitter:
         return [cgutils.alloca_once(self.builder, ir.VectorType(f32, LANES)) for _ in range(count)]
 
     def clear(self, accumulators: Sequence[Any]) -> None:
+        """Set to 0."""
         for slot in accumulators:
             self.builder.store(ir.Constant(ir.VectorType(f32, LANES), [0.0] * LANES), slot)
 
     def accumulate(self, slot: Any, x: Any, y: Any) -> None:
+        """slot += x * y."""
         self.builder.store(self.fma(x, y, self.builder.load(slot)), slot)
 
     def loop(self, start: Any, stop: Any, step: int) -> Any:
+        """`with loop(...) as (i, _)`: i from start to stop in steps."""
         return cgutils.for_range_slice(self.builder, start, stop, integer(step), i64)
 
     def length(self, array: Any) -> Any:
         """Numbers in an array of one dimension."""
         return cgutils.unpack_tuple(self.builder, array.shape)[0]
 
-    def tuple(self, values: Sequence[Any]) -> Any:
+    def pack(self, values: Sequence[Any]) -> Any:
         """numba's tuple of equal types."""
         return cgutils.pack_array(self.builder, values)
 
@@ -178,7 +179,9 @@ class Emitter:
 
     def finite_or_0(self, x: Any) -> Any:
         """x, or 0 for -inf."""
-        return self.builder.select(self.builder.fcmp_unordered("!=", x, self.constant(float("-inf"))), x, self.constant(0.0))
+        return self.builder.select(
+            self.builder.fcmp_unordered("!=", x, self.constant(float("-inf"))), x, self.constant(0.0)
+        )
 
     def where_positive(self, x: Any, y: Any) -> Any:
         """y where x > 0, else 0."""
@@ -204,6 +207,28 @@ class Emitter:
         power = b.fmul(power, b.bitcast(b.shl(exponent, ir.Constant(integers, [23] * LANES)), kind))
         tiny = b.select(b.fcmp_ordered("<", x, lowest), self.constant(0.0), x)
         return b.select(b.fcmp_ordered(">=", x, lowest), power, tiny)
+
+    def widen_half(self, bits: Any) -> Any:
+        """binary16, as a vector of i16, to float32: exact, subnormals included."""
+        b, lanes = self.builder, bits.type.count
+        floats, integers = ir.VectorType(f32, lanes), ir.VectorType(i32, lanes)
+        if _CONVERTS_HALF:
+            return b.fpext(b.bitcast(bits, ir.VectorType(ir.HalfType(), lanes)), floats)
+
+        def splat(value: int) -> Any:
+            return ir.Constant(integers, [value] * lanes)
+
+        wide = b.zext(bits, integers)
+        size = b.shl(b.and_(wide, splat(0x7FFF)), splat(13))
+        exponent = b.and_(size, splat(0x1F << 23))
+        normal = b.add(size, splat((127 - 15) << 23))
+        infinite = b.add(normal, splat((128 - 16) << 23))
+        # A subnormal gets an exponent and loses the leading 1 that comes with it, so that no float32 subnormal arises.
+        lowest = b.bitcast(splat((127 - 14) << 23), floats)
+        subnormal = b.bitcast(b.fsub(b.bitcast(b.add(normal, splat(1 << 23)), floats), lowest), integers)
+        size = b.select(b.icmp_unsigned("==", exponent, splat(0)), subnormal, normal)
+        size = b.select(b.icmp_unsigned("==", exponent, splat(0x1F << 23)), infinite, size)
+        return b.bitcast(b.or_(size, b.shl(b.and_(wide, splat(0x8000)), splat(16))), floats)
 
     def add_lanes(self, vectors: Sequence[Any]) -> tuple[list[Any], list[list[int]]]:
         """Sums over the lanes of each vector, many at once: (results, for each result which vector each lane is the sum of).
@@ -245,184 +270,3 @@ def lowered(emit: Callable[[Emitter], Any]) -> Callable[..., Any]:
         return context.get_dummy_value() if value is None else value
 
     return lower
-
-
-# ---- codes ---------------------------------------------------------------------------------------------------------
-
-
-def _unpack(bits: int) -> Callable[[Emitter], None]:
-    planes = _CODE_PLANES[bits]
-    runs = 8 // min(planes)  # A row falls into as many runs as a byte of the narrowest plane holds codes.
-
-    def step(e: Emitter, starts: Sequence[Any], run: Any, target: tuple[Any, Any], lanes: int) -> None:
-        """`lanes` codes of every run, those of run 0 beginning at target; starts: byte of the first of them in each plane."""
-        b, kind = e.builder, ir.VectorType(i32, lanes)
-        slab = e.array(0).data
-        loaded = [
-            [b.zext(e.load(slab, e.index(start, (run, integer(i))), lanes, i8), kind) for i in range(runs * width // 8)]
-            for start, width in zip(starts, planes, strict=True)
-        ]
-        for part in range(runs):
-            code, shift = None, 0
-            for plane, width in zip(loaded, planes, strict=True):
-                byte, position = plane[part % len(plane)], part // len(plane) * width
-                bits_here = b.lshr(byte, ir.Constant(kind, [position] * lanes)) if position else byte
-                if position + width < 8:
-                    bits_here = b.and_(bits_here, ir.Constant(kind, [(1 << width) - 1] * lanes))
-                bits_here = b.shl(bits_here, ir.Constant(kind, [shift] * lanes)) if shift else bits_here
-                code, shift = bits_here if code is None else b.or_(code, bits_here), shift + width
-            e.store(
-                b.sitofp(code, ir.VectorType(f32, lanes)), target[0], e.index(target[1], (run, integer(part))), lanes
-            )
-
-    def emit(e: Emitter) -> None:
-        tile, at = e.array(4), (e.arguments[1], e.arguments[2])
-        rows, columns = cgutils.unpack_tuple(e.builder, tile.shape)
-        run = e.builder.udiv(columns, integer(runs))
-        with e.loop(integer(0), rows, 1) as (row, _):
-            row_nbytes = [e.builder.udiv(e.builder.mul(columns, integer(width)), integer(8)) for width in planes]
-
-            def codes(j: Any, lanes: int) -> None:
-                starts = [e.index(first, (row, nbytes), j) for first, nbytes in zip(at, row_nbytes, strict=False)]
-                step(e, starts, run, (tile.data, e.index((row, columns), j)), lanes)
-
-            e.any_runs(run, codes)
-
-    return emit
-
-
-_UNPACK = {bits: lowered(_unpack(bits)) for bits in _CODE_PLANES}
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def unpack_codes(_context: Any, slab: Any, low: Any, high: Any, bits: Any, tile: Any) -> Any:
-    """Codes of `bits` bits (a constant; 8, 4, 3 or 2) into tile float32 [rows, columns], columns a multiple of 8.
-
-    slab uint8 [n]; their bytes begin at `low`, the plane of third bits at `high` (docs/page-format.md).
-    """
-    if not isinstance(bits, types.IntegerLiteral):
-        return None
-    return types.void(slab, types.int64, types.int64, bits, tile), _UNPACK[bits.literal_value]
-
-
-def _add_two_bits(e: Emitter) -> None:
-    b, slab, tile = e.builder, e.array(0).data, e.array(3)
-    rows, columns = cgutils.unpack_tuple(b, tile.shape)
-    run = e.arguments[6]
-    with e.loop(integer(0), rows, 1) as (row, _):
-
-        def step(j: Any, lanes: int) -> None:
-            integers, floats = ir.VectorType(i32, lanes), ir.VectorType(f32, lanes)
-            byte = b.zext(e.load(slab, e.index(e.arguments[1], (row, run), j), lanes, i8), integers)
-            weight = b.insert_element(ir.Constant(floats, ir.Undefined), e.arguments[2], ir.Constant(i32, 0))
-            weights = e.shuffle(weight, weight, [0] * lanes)
-            for part in range(4):
-                code = b.and_(b.lshr(byte, ir.Constant(integers, [2 * part] * lanes)), ir.Constant(integers, [3] * lanes))
-                place = e.index((row, columns), e.arguments[4 + part // 2], (run, integer(part % 2)), j)
-                old = b.load(b.bitcast(b.gep(tile.data, [place]), floats.as_pointer()), align=4)
-                e.store(e.fma(b.sitofp(code, floats), weights, old), tile.data, place, lanes)
-
-        e.any_runs(run, step)
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def add_two_bits(_context: Any, slab: Any, start: Any, weight: Any, tile: Any, first: Any, second: Any, run: Any) -> Any:  # noqa: PLR0913
-    """Onto some columns of tile [rows, columns]: `weight` times codes of two bits, packed as in docs/page-format.md from byte `start` of slab.
-
-    The columns are `first` and the 2 * run after it, then `second` and the 2 * run after it.
-    """
-    return types.void(slab, types.int64, types.float32, tile, types.int64, types.int64, types.int64), lowered(_add_two_bits)
-
-
-# ---- stored floats -------------------------------------------------------------------------------------------------
-
-
-def _wide(e: Emitter, dtype: str, at: Any, lanes: int) -> Any:
-    """`lanes` stored floats at byte `at` of the slab, which is argument 0, as float32."""
-    b, slab = e.builder, e.array(0).data
-    floats = ir.VectorType(f32, lanes)
-    if dtype == "float32":
-        return b.bitcast(e.load(slab, at, 4 * lanes, i8), floats)
-    bits = b.bitcast(e.load(slab, at, 2 * lanes, i8), ir.VectorType(i16, lanes))
-    if dtype == "float16":
-        return b.fpext(b.bitcast(bits, ir.VectorType(ir.HalfType(), lanes)), floats)
-    integers = ir.VectorType(i32, lanes)
-    return b.bitcast(b.shl(b.zext(bits, integers), ir.Constant(integers, [16] * lanes)), floats)
-
-
-def _load(dtype: str) -> Callable[[Emitter], None]:
-    size = 4 if dtype == "float32" else 2
-
-    def emit(e: Emitter) -> None:
-        out = e.array(3)
-
-        def step(i: Any, lanes: int) -> None:
-            e.store(_wide(e, dtype, e.index(e.arguments[1], (i, integer(size))), lanes), out.data, i, lanes)
-
-        e.any_runs(e.length(out), step)
-
-    return emit
-
-
-_LOAD = {dtype: lowered(_load(dtype)) for dtype in ("float16", "bfloat16", "float32")}
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def load_numbers(_context: Any, slab: Any, start: Any, dtype: Any, out: Any) -> Any:
-    """Numbers of `dtype` (a constant) at byte `start` of slab uint8 [nbytes] into float32 out [n]."""
-    if not isinstance(dtype, types.StringLiteral):
-        return None
-    return types.void(slab, types.int64, dtype, out), _LOAD[dtype.literal_value]
-
-
-def _load_fp8(e5m2: bool) -> Callable[[Emitter], None]:
-    def emit(e: Emitter) -> None:
-        b, slab, out = e.builder, e.array(0).data, e.array(3)
-
-        def step(i: Any, lanes: int) -> None:
-            bits = ir.VectorType(i16, lanes)
-
-            def splat(value: int) -> Any:
-                return ir.Constant(bits, [value] * lanes)
-
-            byte = b.zext(e.load(slab, e.index(e.arguments[1], i), lanes, i8), bits)
-            # e5m2 is the upper byte of a binary16; e4m3 is one with another bias, 2^8 off, if exponent and mantissa are shifted by one less.
-            half = b.shl(byte, splat(8))
-            if not e5m2:
-                half = b.or_(b.and_(half, splat(0x8000)), b.shl(b.and_(byte, splat(0x7F)), splat(7)))
-            number = b.fpext(b.bitcast(half, ir.VectorType(ir.HalfType(), lanes)), ir.VectorType(f32, lanes))
-            if not e5m2:
-                number = b.fmul(number, ir.Constant(number.type, [256.0] * lanes))
-            e.store(number, out.data, i, lanes)
-
-        e.any_runs(e.length(out), step)
-
-    return emit
-
-
-_LOAD_FP8 = {e5m2: lowered(_load_fp8(e5m2)) for e5m2 in (False, True)}
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def load_fp8s(_context: Any, slab: Any, start: Any, e5m2: Any, out: Any) -> Any:
-    """float8 numbers, e5m2 or e4m3 (a constant), at byte `start` of slab uint8 [nbytes] into float32 out [n]. Exact, subnormals included."""
-    if not isinstance(e5m2, types.BooleanLiteral):
-        return None
-    return types.void(slab, types.int64, e5m2, out), _LOAD_FP8[e5m2.literal_value]
-
-
-def _scale(e: Emitter) -> None:
-    out = e.array(3)
-
-    def step(i: Any, lanes: int) -> None:
-        scale, zero = (_wide(e, "float16", e.index(e.arguments[j], (i, integer(2))), lanes) for j in (1, 2))
-        number = e.builder.load(e.builder.bitcast(e.builder.gep(out.data, [i]), scale.type.as_pointer()), align=4)
-        e.store(e.fma(number, scale, zero), out.data, i, lanes)
-
-    e.any_runs(e.length(out), step)
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def scale_numbers(_context: Any, slab: Any, scale_at: Any, zero_at: Any, out: Any) -> Any:
-    """out[i] = out[i] * scale[i] + zero[i], with float16 scales and zeros at those bytes of slab uint8 [nbytes]; out float32 [n]."""
-    return types.void(slab, types.int64, types.int64, out), lowered(_scale)

@@ -24,11 +24,11 @@ import numpy as np
 from kvarto.codecs import affine, hadamard
 from kvarto.codecs.base import Codec, Reader, assemble, extract, from_tile, to_tile
 from kvarto.codecs.packing import code_fields, pack, pack_plane, unpack, unpack_plane, unpack_tile
-from kvarto.jit import available, inlined, load_floats, torch
+from kvarto.jit import available, load_floats, torch
 from kvarto.layout import FieldSpec, Side, SlabLayout
 
 if available("numba"):
-    from kvarto.simd import add_two_bits
+    from kvarto.unpack import add_two_bits
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,7 +52,11 @@ class PageInt(Codec):
         """Codes in tile order, the high bits of the slow channels, and the terms: of channels for K, of rows for V."""
         bits = int(self.bits)
         if side is Side.V:
-            return [*code_fields(bits, dim, page_tokens), ("scale", "float16", (page_tokens,)), ("zero", "float16", (page_tokens,))]
+            return [
+                *code_fields(bits, dim, page_tokens),
+                ("scale", "float16", (page_tokens,)),
+                ("zero", "float16", (page_tokens,)),
+            ]
         slow: FieldSpec = ("codes_slow", "uint8", (page_tokens, len(_slow_channels(dim)) * _EXTRA_BITS // 8))
         return [*code_fields(bits, page_tokens, dim), slow, ("scale", "float16", (dim,)), ("zero", "float16", (dim,))]
 
@@ -61,7 +65,9 @@ class PageInt(Codec):
         bits = int(self.bits)
         if layout.side is Side.V:
             codes, scale, zero = affine.refine(hadamard.transform(x), -1, torch.tensor(float(1 << bits)))
-            return assemble(layout, **pack(to_tile(codes, Side.V), bits), scale=scale.squeeze(-1), zero=zero.squeeze(-1))
+            return assemble(
+                layout, **pack(to_tile(codes, Side.V), bits), scale=scale.squeeze(-1), zero=zero.squeeze(-1)
+            )
         codes, scale, zero = affine.refine(x, -2, self._key_levels(layout.dim).to(x.device))
         slow = pack_plane(codes[..., _slow_channels(layout.dim)] >> bits, _EXTRA_BITS)
         low = pack(codes & ((1 << bits) - 1), bits)
@@ -95,12 +101,13 @@ class PageInt(Codec):
         """Codes, and channel terms for K or row terms for V."""
         bits, low, high = int(self.bits), layout.fields[0].offset, layout.fields[1].offset
         scale, zero, is_key = layout["scale"].offset, layout["zero"].offset, layout.side is Side.K
-        slow = layout["codes_slow"].offset if is_key else 0
+        slow, channels = (layout["codes_slow"].offset, _slow_channels(layout.dim)) if is_key else (0, [0])
+        first, second, run = channels[0], channels[len(channels) // 2], len(channels) // 4
 
         def read(slab, tile, row_scale, row_zero, channel_scale, channel_zero):  # type: ignore[no-untyped-def]
             unpack_tile(slab, low, high, bits, tile)
             if is_key:
-                _add_slow_bits(slab, slow, np.float32(1 << bits), tile)
+                add_two_bits(slab, slow, np.float32(1 << bits), tile, first, second, run)
                 load_floats(slab, scale, "float16", channel_scale)
                 load_floats(slab, zero, "float16", channel_zero)
             else:
@@ -120,14 +127,6 @@ def _slow_channels(dim: int) -> list[int]:
     """The quarter of channels that RoPE turns slowest: the end of each half, 4 (D // 16) of them in all."""
     half, count = dim // 2, 2 * (dim // 16)
     return [*range(half - count, half), *range(dim - count, dim)]
-
-
-@inlined
-def _add_slow_bits(slab, start, weight, tile):  # type: ignore[no-untyped-def]
-    """Compiled: the two high bits of the slow channels, packed as in packing.py, times `weight` onto tile [S, D]."""
-    dim = tile.shape[1]
-    quarter = dim // 16
-    add_two_bits(slab, start, weight, tile, dim // 2 - 2 * quarter, dim - 2 * quarter, quarter)
 
 
 _SOURCE = "KIVI, QuaRot, ADR 0004"

@@ -17,7 +17,7 @@ from kvarto.jit import available, inlined, torch
 from kvarto.layout import FieldSpec
 
 if available("numba"):
-    from kvarto.simd import unpack_codes
+    from kvarto.unpack import unpack_codes
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -36,6 +36,8 @@ class NumbaKernel:
     def attend(self, queries: Queries, pages: PageSet, rule: Rule, *, scale: float, softcap: float | None) -> Partial:
         """See `base.Kernel.attend`."""
         compiled, geometry, (T, Hq, _) = _compiled(), pages.layout.geometry, queries.q.shape
+        read_k, read_v = pages.k.numba, pages.v.numba
+        assert read_k is not None and read_v is not None, "attend without supports"  # noqa: PT018
         q = pages.k.rotate(queries.q).contiguous()
         table, start, position = (x.contiguous() for x in (pages.table, queries.start, queries.position))
         out, lse = q.new_zeros((T, Hq, geometry.v_dim)), q.new_full((T, Hq), -torch.inf)
@@ -46,7 +48,7 @@ class NumbaKernel:
         assert Hq % geometry.heads == 0, (Hq, geometry)
         job = np.zeros(1, compiled.record)
         job[0] = (
-            *(x.data_ptr() for x in (q, out, lse, table, start, position, pages.pages)), pages.k.numba.address, pages.v.numba.address,
+            *(x.data_ptr() for x in (q, out, lse, table, start, position, pages.pages)), read_k.address, read_v.address,
             pages.pages.stride(0), pages.layout.k.nbytes, pages.layout.v.nbytes,
             *table.shape, geometry.heads, Hq // geometry.heads, geometry.page_tokens, geometry.k_dim, geometry.v_dim,
             rule.sink_pages, rule.window_pages, -1 if rule.sliding_tokens is None else rule.sliding_tokens, pages.raw,
@@ -54,9 +56,11 @@ class NumbaKernel:
         )  # fmt: skip
         pointer = job.ctypes.data
         run_team(compiled.plan, pointer, 1)
-        tile_count, split_count, partial_rows = (int(job[name][0]) for name in ("tile_count", "split_count", "partial_rows"))
+        tile_count, split_count, partial_rows = (
+            int(job[name][0]) for name in ("tile_count", "split_count", "partial_rows")
+        )
         if split_count:
-            arrays = {
+            arrays: dict[str, Any] = {
                 "tiles": np.empty((tile_count, compiled.tile_fields), np.int64),
                 "splits": np.empty((split_count, compiled.split_fields), np.int64),
                 "partials": np.empty(partial_rows * (geometry.v_dim + 2), np.float32),

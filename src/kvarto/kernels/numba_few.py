@@ -55,13 +55,13 @@ class Few(NamedTuple):
 
 
 @inlined
-def few_floats(job):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+def few_floats(job):  # type: ignore[no-untyped-def]
     """Numbers of scratch, with room to align each array."""
     return FEW_ROWS * (2 * job.Dk + job.S + job.Dv + 5) + 9 * 16
 
 
 @inlined
-def take_few(job, at):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+def take_few(job, at):  # type: ignore[no-untyped-def]
     """The scratch from the memory at an address."""
     q, at = take(at, FEW_ROWS * job.Dk)
     folded, at = take(at, FEW_ROWS * job.Dk)
@@ -76,13 +76,13 @@ def take_few(job, at):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
 
 
 @inlined
-def attend_few(job, queries, head, table, first_page, end_page, unpacked, few, result):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+def attend_few(job, queries, head, table, first_page, end_page, unpacked, few, result):  # type: ignore[no-untyped-def]
     """Attend the queries to pages first_page .. end_page - 1 of their sequence; table int32 [N].
 
     result: addresses of out [M, Dv], not yet divided by the sums of weights [M], and the highest scores [M].
     """
     out, top, total = result
-    M = queries.count * job.R
+    M = queries.tokens * job.R
     for m in range(M):
         q = ((queries.first + m // job.R) * job.Hkv + head) * job.R + m % job.R
         q_sum = take_row(job.q + FLOAT_NBYTES * q * job.Dk, job.Dk, factor(job), few.q + FLOAT_NBYTES * m * job.Dk)
@@ -90,7 +90,7 @@ def attend_few(job, queries, head, table, first_page, end_page, unpacked, few, r
     fill(out, M * job.Dv, np.float32(0))
     fill(top, M, np.float32(-np.inf))
     fill(total, M, np.float32(0))
-    last = queries.position + queries.count - 1
+    last = queries.position + queries.tokens - 1
     for j in range(first_page, end_page):
         page = get_int(table, j)
         first, end = first_seen(job, queries.position, j), end_seen(job, last, j)
@@ -110,7 +110,7 @@ def attend_few(job, queries, head, table, first_page, end_page, unpacked, few, r
 
 
 @inlined
-def multiply(tile, rows, n, M, x, out, ahead, ahead_nbytes):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+def multiply(tile, rows, n, M, x, out, ahead, ahead_nbytes):  # type: ignore[no-untyped-def]
     """out [M, rows] = x [M, n] times the transposed tile [rows, n]; meanwhile prefetches."""
     m = 0
     while m < M:
@@ -128,7 +128,7 @@ def multiply(tile, rows, n, M, x, out, ahead, ahead_nbytes):  # type: ignore[no-
 
 
 @inlined
-def score(job, M, unpacked, few, ahead, ahead_nbytes):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+def score(job, M, unpacked, few, ahead, ahead_nbytes):  # type: ignore[no-untyped-def]
     """Scores of all slots of the K tile, in units of log 2."""
     S, Dk, terms = job.S, job.Dk, unpacked.k
     for m in range(M):
@@ -143,9 +143,9 @@ def score(job, M, unpacked, few, ahead, ahead_nbytes):  # type: ignore[no-untype
 
 
 @inlined
-def mask(job, queries, page, few):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+def mask(job, queries, page, few):  # type: ignore[no-untyped-def]
     """-inf where a query may not look."""
-    for m in range(queries.count * job.R):
+    for m in range(queries.tokens * job.R):
         position, row = queries.position + m // job.R, few.scores + FLOAT_NBYTES * m * job.S
         first, end = min(job.S, first_seen(job, position, page)), max(0, end_seen(job, position, page))
         fill(row, first, np.float32(-np.inf))
@@ -153,12 +153,14 @@ def mask(job, queries, page, few):  # type: ignore[no-untyped-def]  # noqa: ANN0
 
 
 @inlined
-def add_values(job, M, unpacked, few, out, top, total, ahead, ahead_nbytes):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+def add_values(job, M, unpacked, few, out, top, total, ahead, ahead_nbytes):  # type: ignore[no-untyped-def]
     """One step of the online softmax: scores to weights, weights times the V tile."""
     S, Dv, terms = job.S, job.Dv, unpacked.v
     for m in range(M):
         before = get_float(top, m)
-        highest, page_total, rest = weigh_row(few.scores + FLOAT_NBYTES * m * S, S, before, terms.row_scale, terms.row_zero)
+        highest, page_total, rest = weigh_row(
+            few.scores + FLOAT_NBYTES * m * S, S, before, terms.row_scale, terms.row_zero
+        )
         fade = exp2(before - highest) if highest > np.float32(-np.inf) else np.float32(0)
         put_float(top, m, highest)
         put_float(total, m, get_float(total, m) * fade + page_total)

@@ -19,7 +19,6 @@ from kvarto.kernels.numba_memory import address_of, fetch_add, get_float, get_in
 from kvarto.kernels.numba_pages import (
     FLOAT_NBYTES,
     INT_NBYTES,
-    JOB,
     LOG2_E,
     LONG_NBYTES,
     SPLIT_FIELDS,
@@ -39,8 +38,7 @@ TILE_ROWS = 256
 """A tile has at most so many rows (but one query at least), so that its scratch stays in the second-level cache."""
 
 
-
-def plan(pointer):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+def plan(pointer):  # type: ignore[no-untyped-def]
     """Count the work of a job; with `tiles` and `splits` given, write it down too."""
     job = carray(pointer, 1)[0]
     most_queries = max(1, TILE_ROWS // job.R)
@@ -55,7 +53,11 @@ def plan(pointer):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
             for part in range(2):
                 page, end_page = page_range(job, position, part)
                 while page < end_page:
-                    end = end_page if count * job.R > SPLIT_ROWS else min(end_page, (page // SPLIT_PAGES + 1) * SPLIT_PAGES)
+                    end = (
+                        end_page
+                        if count * job.R > SPLIT_ROWS
+                        else min(end_page, (page // SPLIT_PAGES + 1) * SPLIT_PAGES)
+                    )
                     if job.splits != 0:
                         write(job.splits, split_count * SPLIT_FIELDS, (tile_count, page, end, partial_rows))
                     page = end
@@ -70,14 +72,14 @@ def plan(pointer):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
 
 
 @inlined
-def write(address, i, values):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+def write(address, i, values):  # type: ignore[no-untyped-def]
     """Write int64 numbers i .. of an array."""
     for j in range(len(values)):
         put_long(address, i + j, values[j])
 
 
 @inlined
-def page_range(job, position, part):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+def page_range(job, position, part):  # type: ignore[no-untyped-def]
     """Pages first .. end - 1 that a query may read: packed pages are one run (part 0), raw ones two (sinks, then the recent ones)."""
     query_page = position // job.S
     first = max(0, position - job.sliding_tokens + 1) // job.S if job.sliding_tokens >= 0 else 0
@@ -88,7 +90,7 @@ def page_range(job, position, part):  # type: ignore[no-untyped-def]  # noqa: AN
     return max(first, job.sink_pages, query_page - job.window_pages), min(job.N, query_page + 1)
 
 
-def work(pointer):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+def work(pointer):  # type: ignore[no-untyped-def]
     """One thread's part of a job: take items until there are none."""
     job = carray(pointer, 1)[0]
     tile_floats = job.S * max(job.Dk, job.Dv)
@@ -109,7 +111,7 @@ def work(pointer):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
         queries = Queries(get_long(fields, 0), get_long(fields, 1), get_long(fields, 2), get_long(fields, 3))
         first_split, end_split = get_long(fields, 4), get_long(fields, 5)
         table = job.table + INT_NBYTES * queries.row * job.N
-        M = queries.count * job.R
+        M = queries.tokens * job.R
         result = partial(job, get_long(split, 3) + head * M)
         if M <= FEW_ROWS:
             attend_few(job, queries, head, table, get_long(split, 1), get_long(split, 2), unpacked, few, result)
@@ -121,16 +123,16 @@ def work(pointer):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
 
 
 @inlined
-def partial(job, row):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+def partial(job, row):  # type: ignore[no-untyped-def]
     """Addresses of a partial result from a row on: out, the highest scores, the sums of weights."""
     top = job.partials + FLOAT_NBYTES * (job.partial_rows * job.Dv + row)
     return job.partials + FLOAT_NBYTES * row * job.Dv, top, top + FLOAT_NBYTES * job.partial_rows
 
 
 @inlined
-def merge_splits(job, queries, head, first_split, end_split):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+def merge_splits(job, queries, head, first_split, end_split):  # type: ignore[no-untyped-def]
     """The partial results of all splits of a tile and head into out and lse, in the order of the splits."""
-    M = queries.count * job.R
+    M = queries.tokens * job.R
     for m in range(M):
         query = ((queries.first + m // job.R) * job.Hkv + head) * job.R + m % job.R
         target = job.out + FLOAT_NBYTES * query * job.Dv

@@ -50,14 +50,14 @@ class Many(NamedTuple):
 
 
 @inlined
-def many_floats(job):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+def many_floats(job):  # type: ignore[no-untyped-def]
     """Numbers of scratch, with room to align each array."""
     panels = -(-job.most_rows // PANEL)
     return PANEL * (panels * (job.Dk + job.S + job.Dv + 5) + job.Dk + job.Dv + 1) + 11 * 16
 
 
 @inlined
-def take_many(job, at):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+def take_many(job, at):  # type: ignore[no-untyped-def]
     """The scratch from the memory at an address."""
     panels = -(-job.most_rows // PANEL)
     q, at = take(at, panels * job.Dk * PANEL)
@@ -75,15 +75,15 @@ def take_many(job, at):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
 
 
 @inlined
-def attend_many(job, queries, head, table, first_page, end_page, unpacked, many, result):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+def attend_many(job, queries, head, table, first_page, end_page, unpacked, many, result):  # type: ignore[no-untyped-def]
     """As `numba_few.attend_few`."""
-    M = queries.count * job.R
+    M = queries.tokens * job.R
     panels = -(-M // PANEL)
     take_panels(job, queries, head, panels, many)
     fill(many.out, panels * job.Dv * PANEL, np.float32(0))
     fill(many.top, panels * PANEL, np.float32(-np.inf))
     fill(many.total, panels * PANEL, np.float32(0))
-    last = queries.position + queries.count - 1
+    last = queries.position + queries.tokens - 1
     for j in range(first_page, end_page):
         page = get_int(table, j)
         first, end = first_seen(job, queries.position, j), end_seen(job, last, j)
@@ -106,9 +106,9 @@ def attend_many(job, queries, head, table, first_page, end_page, unpacked, many,
 
 
 @inlined
-def take_panels(job, queries, head, panels, many):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+def take_panels(job, queries, head, panels, many):  # type: ignore[no-untyped-def]
     """Column m of all panels is query m // R, head m % R of the group. Columns beyond the last row repeat it."""
-    M, scale = queries.count * job.R, factor(job)
+    M, scale = queries.tokens * job.R, factor(job)
     for n in range(panels):
         panel = many.q + FLOAT_NBYTES * n * job.Dk * PANEL
         for c in range(PANEL):
@@ -123,7 +123,7 @@ def take_panels(job, queries, head, panels, many):  # type: ignore[no-untyped-de
 
 
 @inlined
-def give_panels(job, M, many, result):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+def give_panels(job, M, many, result):  # type: ignore[no-untyped-def]
     """The panels' results as rows."""
     out, top, total = result
     for m in range(M):
@@ -135,7 +135,7 @@ def give_panels(job, M, many, result):  # type: ignore[no-untyped-def]  # noqa: 
 
 
 @inlined
-def score_panel(job, n, unpacked, many):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+def score_panel(job, n, unpacked, many):  # type: ignore[no-untyped-def]
     """Scores of all slots of the K tile, in units of log 2."""
     S, Dk, terms, panel = job.S, job.Dk, unpacked.k, FLOAT_NBYTES * n * PANEL
     scores = many.scores + panel * S
@@ -147,11 +147,11 @@ def score_panel(job, n, unpacked, many):  # type: ignore[no-untyped-def]  # noqa
 
 
 @inlined
-def mask_panel(job, queries, n, page, many):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+def mask_panel(job, queries, n, page, many):  # type: ignore[no-untyped-def]
     """-inf where a query may not look."""
     scores = many.scores + FLOAT_NBYTES * n * PANEL * job.S
     for c in range(PANEL):
-        position = queries.position + min((n * PANEL + c) // job.R, queries.count - 1)
+        position = queries.position + min((n * PANEL + c) // job.R, queries.tokens - 1)
         first, end = first_seen(job, position, page), end_seen(job, position, page)
         for s in range(job.S):
             if s < first or s >= end:
@@ -159,7 +159,7 @@ def mask_panel(job, queries, n, page, many):  # type: ignore[no-untyped-def]  # 
 
 
 @inlined
-def weigh(job, n, many):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+def weigh(job, n, many):  # type: ignore[no-untyped-def]
     """Scores to weights, relative to the highest score so far."""
     panel = FLOAT_NBYTES * n * PANEL
     weigh_panel(many.scores + panel * job.S, job.S, many.top + panel, many.fade + panel, many.page_total + panel)
@@ -168,7 +168,7 @@ def weigh(job, n, many):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
 
 
 @inlined
-def add_values(job, n, unpacked, many):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+def add_values(job, n, unpacked, many):  # type: ignore[no-untyped-def]
     """Weights times the V tile."""
     S, Dv, terms, panel = job.S, job.Dv, unpacked.v, FLOAT_NBYTES * n * PANEL
     weights = many.scores + panel * S

@@ -72,7 +72,16 @@ def _call(e: Emitter) -> None:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def call_reader(_context: Any, reader: Any, slab: Any, tile: Any, row_scale: Any, row_zero: Any, channel_scale: Any, channel_zero: Any) -> Any:  # noqa: PLR0913
+def call_reader(
+    _context: Any,
+    reader: Any,
+    slab: Any,
+    tile: Any,
+    row_scale: Any,
+    row_zero: Any,
+    channel_scale: Any,
+    channel_zero: Any,
+) -> Any:
     """Call a tile reader (`kvarto.jit.compile_reader`) by its address, with the addresses of its arrays."""
     return types.void(*[types.int64] * 7), lowered(_call)
 

@@ -44,7 +44,7 @@ class Queries(NamedTuple):
 
     row: int
     first: int
-    count: int
+    tokens: int
     position: int
 
 
@@ -66,14 +66,14 @@ class Unpacked(NamedTuple):
 
 
 @inlined
-def take(at, floats):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+def take(at, floats):  # type: ignore[no-untyped-def]
     """(`at` rounded up to a cache line, the address after `floats` numbers from there)."""
     begin = (at + LINE_NBYTES - 1) // LINE_NBYTES * LINE_NBYTES
     return begin, begin + FLOAT_NBYTES * floats
 
 
 @inlined
-def take_terms(at, S, D):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+def take_terms(at, S, D):  # type: ignore[no-untyped-def]
     """(terms that change nothing, the address after them)."""
     row_scale, at = take(at, S)
     row_zero, at = take(at, S)
@@ -87,30 +87,34 @@ def take_terms(at, S, D):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN20
 
 
 @inlined
-def fill(address, n, x):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+def fill(address, n, x):  # type: ignore[no-untyped-def]
     """Write x n times."""
     for i in range(n):
         put_float(address, i, x)
 
 
 @inlined
-def read_k(job, page, head, unpacked):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+def read_k(job, page, head, unpacked):  # type: ignore[no-untyped-def]
     """Unpack the K slab of a head."""
     slab = job.pages + page * job.page_stride + head * (job.k_nbytes + job.v_nbytes)
     terms = unpacked.k
-    call_reader(job.read_k, slab, unpacked.tile, terms.row_scale, terms.row_zero, terms.channel_scale, terms.channel_zero)
+    call_reader(
+        job.read_k, slab, unpacked.tile, terms.row_scale, terms.row_zero, terms.channel_scale, terms.channel_zero
+    )
 
 
 @inlined
-def read_v(job, page, head, unpacked):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+def read_v(job, page, head, unpacked):  # type: ignore[no-untyped-def]
     """Unpack the V slab of a head."""
     slab = job.pages + page * job.page_stride + head * (job.k_nbytes + job.v_nbytes) + job.k_nbytes
     terms = unpacked.v
-    call_reader(job.read_v, slab, unpacked.tile, terms.row_scale, terms.row_zero, terms.channel_scale, terms.channel_zero)
+    call_reader(
+        job.read_v, slab, unpacked.tile, terms.row_scale, terms.row_zero, terms.channel_scale, terms.channel_zero
+    )
 
 
 @inlined
-def next_pair(job, table, j, end_page, head):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+def next_pair(job, table, j, end_page, head):  # type: ignore[no-untyped-def]
     """(address, bytes) of both slabs of a head in page j of a sequence; after its last page, of what the next item probably begins with."""
     if j >= end_page:
         item = get_long(job.counters, 0)
@@ -121,29 +125,35 @@ def next_pair(job, table, j, end_page, head):  # type: ignore[no-untyped-def]  #
         table, j = job.table + INT_NBYTES * row * job.N, get_long(split, 1)
     page = get_int(table, j)
     pair = job.k_nbytes + job.v_nbytes
-    return job.pages + page * job.page_stride + head * pair, pair + LINE_NBYTES if page >= 0 else 0  # It may begin within a line.
+    return (
+        job.pages + page * job.page_stride + head * pair,
+        pair + LINE_NBYTES if page >= 0 else 0,
+    )  # It may begin within a line.
 
 
 @inlined
-def first_seen(job, position, page):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+def first_seen(job, position, page):  # type: ignore[no-untyped-def]
     """The first slot of a page that a query at `position` sees; S or more if none."""
     return max(0, position - job.sliding_tokens + 1 - page * job.S) if job.sliding_tokens >= 0 else 0
 
 
 @inlined
-def end_seen(job, position, page):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+def end_seen(job, position, page):  # type: ignore[no-untyped-def]
     """One more than the last slot of a page that a query at `position` sees; 0 or less if none."""
     return min(job.S, position + 1 - page * job.S)
 
 
 @inlined
-def seen_by_all(job, queries, page):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+def seen_by_all(job, queries, page):  # type: ignore[no-untyped-def]
     """True if every query sees every slot of the page."""
-    return end_seen(job, queries.position, page) == job.S and first_seen(job, queries.position + queries.count - 1, page) == 0
+    return (
+        end_seen(job, queries.position, page) == job.S
+        and first_seen(job, queries.position + queries.tokens - 1, page) == 0
+    )
 
 
 @inlined
-def hide(job, tile, first, end):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+def hide(job, tile, first, end):  # type: ignore[no-untyped-def]
     """Zero the slots of a V tile outside first .. end - 1, which may hold anything: a weight of 0 times NaN is NaN."""
     for d in range(job.Dv):
         row = tile + FLOAT_NBYTES * d * job.S
@@ -152,13 +162,13 @@ def hide(job, tile, first, end):  # type: ignore[no-untyped-def]  # noqa: ANN001
 
 
 @inlined
-def factor(job):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+def factor(job):  # type: ignore[no-untyped-def]
     """What q is multiplied by: the scale, and unless a softcap comes first the step to units of log 2."""
     return np.float32(job.scale) if job.softcap > 0 else np.float32(job.scale * LOG2_E)
 
 
 @inlined
-def cap(job, scores, n):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+def cap(job, scores, n):  # type: ignore[no-untyped-def]
     """Softcap of n scores, and the step to units of log 2. softcap * tanh(x / softcap), within 2e-7 * softcap of it."""
     softcap = np.float32(job.softcap)
     for i in range(n):
@@ -169,7 +179,7 @@ def cap(job, scores, n):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
 
 
 @inlined
-def exp2(x):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+def exp2(x):  # type: ignore[no-untyped-def]
     """2^x for x <= 0: the scalar twin of `Emitter.exp2`, 0 below -126 and NaN for NaN."""
     y = max(x, np.float32(-126))
     n = np.float32(np.floor(y + np.float32(0.5)))

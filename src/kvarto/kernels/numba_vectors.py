@@ -93,7 +93,9 @@ def _prefetch_share(e: Emitter, address: Any, nbytes: Any, row: Any, rows: Any, 
         e.prefetch(b.add(address, offset))
 
 
-def _store_sums(e: Emitter, sums: Sequence[Any], owners: Sequence[list[int]], wanted: range, place: tuple[Any, Any]) -> None:
+def _store_sums(
+    e: Emitter, sums: Sequence[Any], owners: Sequence[list[int]], wanted: range, place: tuple[Any, Any]
+) -> None:
     """Put the sums of the vectors `wanted` side by side, in as few pieces as the results that hold them."""
     done = 0
     while done < len(wanted):
@@ -109,25 +111,31 @@ _ROWS_SIGNATURE = types.void(_address, _count, _count, _address, _address, _addr
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def multiply_row(_context: Any, tile: Any, rows: Any, n: Any, x: Any, out: Any, ahead: Any, ahead_nbytes: Any) -> Any:  # noqa: PLR0913
+def multiply_row(_context: Any, tile: Any, rows: Any, n: Any, x: Any, out: Any, ahead: Any, ahead_nbytes: Any) -> Any:
     """out[row] = sum over k of tile[row, k] * x[k]. tile [rows, n], x [n], out [rows]. Meanwhile prefetches bytes that will be read soon."""
     return _ROWS_SIGNATURE, _ROWS[0]
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def multiply_2_rows(_context: Any, tile: Any, rows: Any, n: Any, x: Any, out: Any, ahead: Any, ahead_nbytes: Any) -> Any:  # noqa: PLR0913
+def multiply_2_rows(
+    _context: Any, tile: Any, rows: Any, n: Any, x: Any, out: Any, ahead: Any, ahead_nbytes: Any
+) -> Any:
     """As `multiply_row`, for x [2, n] and out [2, rows]."""
     return _ROWS_SIGNATURE, _ROWS[1]
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def multiply_3_rows(_context: Any, tile: Any, rows: Any, n: Any, x: Any, out: Any, ahead: Any, ahead_nbytes: Any) -> Any:  # noqa: PLR0913
+def multiply_3_rows(
+    _context: Any, tile: Any, rows: Any, n: Any, x: Any, out: Any, ahead: Any, ahead_nbytes: Any
+) -> Any:
     """As `multiply_row`, for x [3, n] and out [3, rows]."""
     return _ROWS_SIGNATURE, _ROWS[2]
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def multiply_4_rows(_context: Any, tile: Any, rows: Any, n: Any, x: Any, out: Any, ahead: Any, ahead_nbytes: Any) -> Any:  # noqa: PLR0913
+def multiply_4_rows(
+    _context: Any, tile: Any, rows: Any, n: Any, x: Any, out: Any, ahead: Any, ahead_nbytes: Any
+) -> Any:
     """As `multiply_row`, for x [4, n] and out [4, rows]."""
     return _ROWS_SIGNATURE, _ROWS[3]
 
@@ -187,7 +195,7 @@ def _finish(e: Emitter) -> None:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def finish_row(_context: Any, scores: Any, scale: Any, zero: Any, S: Any, q_sum: Any, bias: Any) -> Any:  # noqa: PLR0913
+def finish_row(_context: Any, scores: Any, scale: Any, zero: Any, S: Any, q_sum: Any, bias: Any) -> Any:
     """scores = scores * scale + zero * q_sum + bias; the first three are [S]."""
     return types.void(_address, _address, _address, _count, _number, _number), lowered(_finish)
 
@@ -206,7 +214,7 @@ def _weigh(e: Emitter) -> Any:
         b.store(b.fadd(b.load(total), weight), total)
         e.accumulate(zeros, weight, e.where_positive(weight, e.load(zero, s)))
         e.store(b.fmul(weight, e.where_positive(weight, e.load(scale, s))), scores, s)
-    return e.tuple([top, e.total(b.load(total)), e.total(b.load(zeros))])
+    return e.pack([top, e.total(b.load(total)), e.total(b.load(zeros))])
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -230,7 +238,9 @@ def _blend(e: Emitter) -> None:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def blend_row(_context: Any, out: Any, product: Any, scale: Any, zero: Any, n: Any, fade: Any, total: Any, rest: Any) -> Any:  # noqa: PLR0913
+def blend_row(
+    _context: Any, out: Any, product: Any, scale: Any, zero: Any, n: Any, fade: Any, total: Any, rest: Any
+) -> Any:
     """out = out * fade + product * scale + zero * total + rest; the first four are [n]."""
     return types.void(*[_address] * 4, _count, _number, _number, _number), lowered(_blend)
 
@@ -238,7 +248,10 @@ def blend_row(_context: Any, out: Any, product: Any, scale: Any, zero: Any, n: A
 def _add(e: Emitter) -> None:
     out, x = e.floats(0, 1)
     weight = e.splat(e.arguments[3])
-    e.runs(e.arguments[2], lambda d, lanes: e.store(e.fma(e.load(x, d, lanes), weight, e.load(out, d, lanes)), out, d, lanes))
+    e.runs(
+        e.arguments[2],
+        lambda d, lanes: e.store(e.fma(e.load(x, d, lanes), weight, e.load(out, d, lanes)), out, d, lanes),
+    )
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -278,7 +291,7 @@ def _fold_panel(e: Emitter) -> None:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def fold_panel(_context: Any, q: Any, scale: Any, zero: Any, n: Any, folded: Any, bias: Any) -> Any:  # noqa: PLR0913
+def fold_panel(_context: Any, q: Any, scale: Any, zero: Any, n: Any, folded: Any, bias: Any) -> Any:
     """folded = q * scale, bias = q.zero. q and folded [n, PANEL], scale and zero [n], bias [PANEL]."""
     return types.void(_address, _address, _address, _count, _address, _address), lowered(_fold_panel)
 
@@ -292,7 +305,7 @@ def _finish_panel(e: Emitter) -> None:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def finish_panel(_context: Any, scores: Any, scale: Any, zero: Any, S: Any, q_sum: Any, bias: Any) -> Any:  # noqa: PLR0913
+def finish_panel(_context: Any, scores: Any, scale: Any, zero: Any, S: Any, q_sum: Any, bias: Any) -> Any:
     """scores = scores * scale + zero * q_sum + bias. scores [S, PANEL], scale and zero [S], q_sum and bias [PANEL]."""
     return types.void(_address, _address, _address, _count, _address, _address), lowered(_finish_panel)
 
@@ -356,6 +369,8 @@ def _blend_panel(e: Emitter) -> None:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def blend_panel(_context: Any, out: Any, product: Any, scale: Any, zero: Any, n: Any, fade: Any, total: Any, rest: Any) -> Any:  # noqa: PLR0913
+def blend_panel(
+    _context: Any, out: Any, product: Any, scale: Any, zero: Any, n: Any, fade: Any, total: Any, rest: Any
+) -> Any:
     """out = out * fade + product * scale + zero * total + rest. out, product [n, PANEL]; scale, zero [n]; the last three [PANEL]."""
     return types.void(*[_address] * 4, _count, *[_address] * 3), lowered(_blend_panel)

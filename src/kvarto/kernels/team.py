@@ -41,7 +41,7 @@ def _openmp() -> Callable[[int, int, int, int], None] | None:
     except (AttributeError, OSError, TypeError):  # No such symbol, or (Windows) no global namespace to look in.
         return None
     parallel.argtypes, parallel.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint), None
-    return parallel  # type: ignore[no-any-return]
+    return parallel
 
 
 def _run_on_python_threads(function: int, argument: int, threads: int) -> None:

@@ -1,9 +1,9 @@
 """The main job: measure a model with its own cache and with quantized ones, on the same inputs, and say which format is safe.
 
-    options.py   what to measure and how much of it       passages.py  real text, cut
-    arms.py      a cache that takes part                  forks.py     one prefix, many endings, one forward
-    fidelity.py  KL, top-1, perplexity                    needles.py   retrieval by depth and length
-    json_check.py                                         speed.py     memory.py
-    result.py    what was found: the JSON schema          verdict.py   what it means: pure
-    run.py       the whole job                            render.py    report.py   svg.py
+options.py   what to measure and how much of it       passages.py  real text, cut
+arms.py      a cache that takes part                  forks.py     one prefix, many endings, one forward
+fidelity.py  KL, top-1, perplexity                    needles.py   retrieval by depth and length
+json_check.py                                         speed.py     memory.py
+result.py    what was found: the JSON schema          verdict.py   what it means: pure
+run.py       the whole job                            render.py    report.py   svg.py
 """

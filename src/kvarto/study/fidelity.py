@@ -84,7 +84,9 @@ class FidelityStage:
                 window = slice(first, min(first + WINDOW_TOKENS, count))
                 for arm in (self.baseline, *self.others):
                     label = f"{passage.name} ({number + 1} of {len(self.passages)}), {arm.name}"
-                    yield Step(_STAGE, label, window.stop - first, self._reader(arm, passage, window, decode=not number), arm)
+                    yield Step(
+                        _STAGE, label, window.stop - first, self._reader(arm, passage, window, decode=not number), arm
+                    )
 
     def _reader(self, arm: Arm, passage: Passage, window: slice, *, decode: bool) -> Any:
         def read() -> None:

@@ -29,7 +29,9 @@ def fill_pages(kv: PagedKV, tokens: int, *, device: torch.device | str = "cpu", 
             kv.attend(index, query, scale=query.shape[-1] ** -0.5)
 
 
-def fill_own(cache: Any, specs: Sequence[LayerSpec | None], tokens: int, dtype: torch.dtype, device: Any = "cpu", seed: int = 0) -> None:
+def fill_own(
+    cache: Any, specs: Sequence[LayerSpec | None], tokens: int, dtype: torch.dtype, device: Any = "cpu", seed: int = 0
+) -> None:
     """The same for transformers' own cache; `specs` is None for a layer that caches no keys."""
     for first in range(0, tokens, _RUN_TOKENS):
         count = min(_RUN_TOKENS, tokens - first)

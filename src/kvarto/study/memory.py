@@ -6,6 +6,7 @@ another left in the allocator. Only caches that have a name can be asked for: fo
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import gc
@@ -99,10 +100,9 @@ def _growth(filled: Callable[[str | None, int], Any], text: str | None, tokens: 
 
 def _resident_bytes() -> int:
     gc.collect()
-    try:
+    # Another C library has no malloc_trim; what it keeps back is then counted as grown.
+    with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
-    except (AttributeError, OSError):
-        pass  # another C library; what it keeps back is counted as grown
     return int(psutil.Process().memory_info().rss)
 
 

@@ -51,7 +51,11 @@ def build_haystack(tokenizer: Any, prose: Sequence[str], *, length_tokens: int, 
     names, numbers = rng.sample(_NAMES, needles), _numbers(rng, needles)
     opening, closing = _frame(tokenizer)
     lines = [_NEEDLE.format(name=name, number=number) for name, number in zip(names, numbers, strict=True)]
-    room = length_tokens - len(token_ids(tokenizer, opening, special=False)) - sum(_count(tokenizer, line) for line in lines)
+    room = (
+        length_tokens
+        - len(token_ids(tokenizer, opening, special=False))
+        - sum(_count(tokenizer, line) for line in lines)
+    )
     body = _scatter(lines, _take(tokenizer, prose, room, start=rng.randrange(len(prose))))
     prefix = token_ids(tokenizer, opening + "\n".join(body) + "\n\n", special=not _has_template(tokenizer))
     questions = [_QUESTION.format(name=name) + closing + _ANSWER.format(name=name) for name in names]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
+
+from pydantic import ValidationError
 
 from kvarto.codecs import registry
 from kvarto.errors import UsageError
@@ -36,11 +39,11 @@ class Budget:
 
 
 QUICK = Budget(
-    "quick", documents=6, document_tokens=512, needle_lengths=(512, 1024), needles=6, needle_seeds=2, json_prompts=8,
+    "quick", documents=8, document_tokens=512, needle_lengths=(512, 1024), needles=8, needle_seeds=2, json_prompts=8,
     speed_contexts=(1024, 4096),
 )  # fmt: skip
 FULL = Budget(
-    "full", documents=16, document_tokens=2048, needle_lengths=(512, 1024, 2048), needles=6, needle_seeds=6, json_prompts=24,
+    "full", documents=12, document_tokens=2048, needle_lengths=(512, 1024, 2048), needles=8, needle_seeds=4, json_prompts=24,
     speed_contexts=(1024, 8192), prefill_runs=3, decode_steps=24,
 )  # fmt: skip
 
@@ -68,6 +71,26 @@ class StudyOptions:
     def __post_init__(self) -> None:
         if self.threads is not None and self.threads < 1:
             raise UsageError("threads", "at least 1", self.threads)
+
+
+def split_formats(text: str) -> tuple[str, ...]:
+    """Formats separated by commas. A number after a comma goes on with the layers of +skip=0,1,-1."""
+    pieces: list[str] = []
+    for piece in text.split(","):
+        if pieces and re.fullmatch(r"\s*-?\d+\s*(\+.*)?", piece):
+            pieces[-1] += "," + piece
+        elif piece.strip():
+            pieces.append(piece)
+    return tuple(piece.strip() for piece in pieces)
+
+
+def margins(kl_nats: float, perplexity_ratio: float, needle_loss: float) -> Margins:
+    """Margins from a user's numbers. Raises UsageError."""
+    try:
+        return Margins(kl_nats=kl_nats, perplexity_ratio=perplexity_ratio, needle_loss=needle_loss)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise UsageError(f"margin {first['loc'][0]}", first["msg"].lower(), first["input"]) from None
 
 
 def candidates(options: StudyOptions) -> list[Policy]:

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from kvarto.stats import Estimate
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION: Literal[1] = 1
 
 Status = Literal["pass", "fail", "inconclusive"]
 CheckStatus = Literal["pass", "fail", "inconclusive", "reported"]
@@ -31,7 +31,9 @@ class Margins(Record):
     kl_nats: float = Field(default=0.01, gt=0, description="mean KL(baseline || candidate) per token")
     perplexity_ratio: float = Field(default=1.02, gt=1, description="perplexity over the baseline's")
     needle_loss: float = Field(default=0.15, gt=0, lt=1, description="share of the baseline's needles that may be lost")
-    alpha: float = Field(default=0.05, gt=0, lt=0.5, description="one-sided level of the exact tests; intervals are 95 %")
+    alpha: float = Field(
+        default=0.05, gt=0, lt=0.5, description="one-sided level of the exact tests; intervals are 95 %"
+    )
 
 
 class Interval(Record):

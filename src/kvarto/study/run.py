@@ -108,7 +108,9 @@ def _prepare(options: StudyOptions, loaded: LoadedModel | None, progress: Progre
     budget, tokenizer = options.budget, loaded.tokenizer
     if budget.document_tokens <= FIRST_SCORED:
         raise UsageError("document_tokens", f"more than {FIRST_SCORED}, which are not scored", budget.document_tokens)
-    passages = cut_passages(documents, tokenizer, count=budget.documents, tokens=budget.document_tokens, seed=options.seed)
+    passages = cut_passages(
+        documents, tokenizer, count=budget.documents, tokens=budget.document_tokens, seed=options.seed
+    )
     prose = paragraphs(documents)
     haystacks = [
         build_haystack(tokenizer, prose, length_tokens=length, needles=budget.needles, seed=1000 * options.seed + seed)
@@ -182,7 +184,9 @@ def _memory_step(study: _Study) -> Step:
     def run() -> None:
         model = study.loaded.model
         formats = tuple(None if arm.policy is None else str(arm.policy) for arm in named)
-        order = Order(study.loaded.folder, tuple(layer_specs(model)), str(model.dtype).removeprefix("torch."), tokens, formats)
+        order = Order(
+            study.loaded.folder, tuple(layer_specs(model)), str(model.dtype).removeprefix("torch."), tokens, formats
+        )
         study.grown = dict(zip((arm.name for arm in named), measure_growth(order), strict=True))
 
     return Step("memory", f"{tokens} tokens in fresh processes", _MEMORY_COST_TOKENS * (len(named) + 3), run)
@@ -234,7 +238,10 @@ def _arm_results(study: _Study) -> list[ArmResult]:
             )
         )
     judged = [arm for arm in found if arm.role == "candidate"]
-    return [*found[:2], *(arm.model_copy(update={"verdict": judge(arm, found[0], study.options.margins)}) for arm in judged)]
+    return [
+        *found[:2],
+        *(arm.model_copy(update={"verdict": judge(arm, found[0], study.options.margins)}) for arm in judged),
+    ]
 
 
 def _memory(study: _Study, arm: Arm) -> tuple[Any, ...]:

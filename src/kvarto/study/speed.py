@@ -108,7 +108,13 @@ class SpeedStage:
         for context in budget.speed_contexts:
             timed = budget.prefill_tokens * budget.prefill_runs + (budget.decode_steps + 2) * _DECODE_COST_TOKENS
             for arm in self.arms:
-                yield Step(_STAGE, f"{context} tokens, {arm.name}", timed + int(context * _FILL_COST), self._timer(arm, context), arm)
+                yield Step(
+                    _STAGE,
+                    f"{context} tokens, {arm.name}",
+                    timed + int(context * _FILL_COST),
+                    self._timer(arm, context),
+                    arm,
+                )
 
     def _timer(self, arm: Arm, context: int) -> Any:
         def run() -> None:
@@ -122,7 +128,9 @@ class SpeedStage:
         """By arm, over the contexts that every arm was timed at but those named in `broken`."""
         whole = [arm.name for arm in self.arms if arm.name not in broken]
         done = [c for c in self.budget.speed_contexts if all((c, name) in self._speed for name in whole)]
-        return {arm.name: tuple(self._speed[c, arm.name] for c in done if (c, arm.name) in self._speed) for arm in self.arms}
+        return {
+            arm.name: tuple(self._speed[c, arm.name] for c in done if (c, arm.name) in self._speed) for arm in self.arms
+        }
 
     def memory(self, arm: Arm) -> tuple[Memory, ...]:
         """Of an arm, at every context it was weighed at."""

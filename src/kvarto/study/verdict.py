@@ -62,14 +62,12 @@ def _reason(checks: Sequence[Check]) -> str:
 
 
 def _fidelity_checks(arm: ArmResult, margins: Margins) -> tuple[Check, Check]:
-    fidelity = arm.fidelity
-    kl = fidelity and fidelity.kl_nats
-    ratio = fidelity and fidelity.perplexity_ratio
+    found = arm.fidelity
+    documents = len(found.documents) if found else 0
+    kl, ratio = (found.kl_nats, found.perplexity_ratio) if found else (None, None)
     return (
-        interval_check("KL", kl, margins.kl_nats, unit="nats", documents=len(fidelity.documents) if fidelity else 0),
-        interval_check(
-            "perplexity", ratio, margins.perplexity_ratio, unit="ratio", documents=len(fidelity.documents) if fidelity else 0
-        ),
+        interval_check("KL", kl, margins.kl_nats, unit="nats", documents=documents),
+        interval_check("perplexity ratio", ratio, margins.perplexity_ratio, unit="ratio", documents=documents),
     )
 
 
@@ -80,8 +78,11 @@ def interval_check(name: str, found: Interval | None, margin: float, *, unit: st
         value = None if found is None else found.mean
         return Check(name=name, status="inconclusive", value=value, margin=margin, needed=2, unit=unit, reason=reason)
     status: CheckStatus = "pass" if found.high <= margin else "fail" if found.low > margin else "inconclusive"
-    shown = f"{name} {_number(found.mean)} [{_number(found.low)}, {_number(found.high)}]"
-    needed = _documents_needed(found, margin, documents, logarithm=unit == "ratio") if status == "inconclusive" else None
+    text = "{:.4f}".format if unit == "ratio" else _number
+    shown = f"{name} {text(found.mean)} [{text(found.low)}, {text(found.high)}]"
+    needed = (
+        _documents_needed(found, margin, documents, logarithm=unit == "ratio") if status == "inconclusive" else None
+    )
     reason = {
         "pass": f"{shown} within {margin:g}",
         "fail": f"{shown} above {margin:g}",
@@ -94,7 +95,8 @@ def interval_check(name: str, found: Interval | None, margin: float, *, unit: st
 
 
 def _documents_needed(found: Interval, margin: float, documents: int, *, logarithm: bool) -> int | None:
-    assert found.low is not None and found.high is not None
+    assert found.low is not None
+    assert found.high is not None
     mean, low, high = (math.log(x) if logarithm else x for x in (found.mean, found.low, found.high))
     half = (high - low) / 2
     error = half / stats.t_quantile(documents, (1 + stats.LEVEL) / 2)
@@ -113,7 +115,13 @@ def needle_check(baseline: Sequence[NeedleCell], arm: Sequence[NeedleCell], marg
     """
     margin, pairs = margins.needle_loss, list(zip(baseline, arm, strict=False))
     if not pairs:
-        return Check(name="needles", status="inconclusive", margin=margin, unit="share", reason="needles inconclusive: none measured")
+        return Check(
+            name="needles",
+            status="inconclusive",
+            margin=margin,
+            unit="share",
+            reason="needles inconclusive: none measured",
+        )
     losses = sum(base.found and not other.found for base, other in pairs)
     gains = sum(other.found and not base.found for base, other in pairs)
     found = sum(base.found for base, _ in pairs)
@@ -218,12 +226,14 @@ def _speed_lines(best: ArmResult, baseline: ArmResult) -> list[str]:
     for ours, theirs in zip(best.speed, baseline.speed, strict=False):
         decode = ours.decode_tokens_per_second[0] / theirs.decode_tokens_per_second[0]
         prefill = ours.prefill_tokens_per_second[0] / theirs.prefill_tokens_per_second[0]
-        lines.append(f"Speed at {ours.context_tokens:,} tokens: decode {decode:.2f}x ({_pace(decode)}), prefill {prefill:.2f}x ({_pace(prefill)})")
+        lines.append(
+            f"Speed at {ours.context_tokens:,} tokens: decode {decode:.2f}x ({_pace(decode)}), prefill {prefill:.2f}x ({_pace(prefill)})"
+        )
     return lines
 
 
 def _pace(ratio: float) -> str:
-    return "SLOWER" if ratio < _NOTABLY_SLOWER else "faster" if ratio > _NOTABLY_FASTER else "the same"
+    return "slower" if ratio < _NOTABLY_SLOWER else "faster" if ratio > _NOTABLY_FASTER else "the same"
 
 
 def _why_not_fewer_bits(best: ArmResult, judged: Sequence[ArmResult]) -> list[str]:
@@ -243,8 +253,12 @@ def _caveats(scope: Scope, skipped: Sequence[Skipped], *, interrupted: bool) -> 
         f"Quality was measured up to {longest:,} tokens; that says little about 32K or 128K"
         " contexts, where damage shows first: repeat with longer text before serving them"
     )
-    caveats.append("Reasoning, tool calls and multi-turn use were not measured; roll out behind a shadow or a canary, and keep the fallback")
-    caveats.append("Several formats were tried on the same inputs: confirm the chosen one with another --seed or --text")
+    caveats.append(
+        "Reasoning, tool calls and multi-turn use were not measured; roll out behind a shadow or a canary, and keep the fallback"
+    )
+    caveats.append(
+        "Several formats were tried on the same inputs: confirm the chosen one with another --seed or --text"
+    )
     if skipped:
         caveats.append("Not tried: " + ", ".join(f"{each.name} ({each.reason})" for each in skipped))
     return caveats

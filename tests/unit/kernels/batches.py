@@ -75,9 +75,7 @@ def make(
         k[..., geometry.k_dim // 2 + 3] -= bias
         if raw and text in ("bf16", "fp16", "fp32"):  # Other formats share terms among tokens, and are never raw.
             k[length:], v[length:] = torch.nan, torch.nan
-        slabs = [
-            codec.encode(x.unflatten(0, (count, S)).transpose(1, 2)) for codec, x in ((k_codec, k), (v_codec, v))
-        ]
+        slabs = [codec.encode(x.unflatten(0, (count, S)).transpose(1, 2)) for codec, x in ((k_codec, k), (v_codec, v))]
         ids = spots[taken : taken + count]
         pool[ids] = torch.cat(slabs, dim=-1).flatten(1)
         table[b, :count] = ids.int()

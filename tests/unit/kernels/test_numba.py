@@ -12,7 +12,7 @@ pytest.importorskip("torch")
 pytest.importorskip("numba")
 
 import torch
-from batches import Batch, assert_near, make
+from batches import assert_near, make
 
 from kvarto.binding import BoundCodec
 from kvarto.codecs import registry
@@ -60,7 +60,9 @@ def test_decode_agrees_with_the_reference(text: str, heads: int, k_dim: int, v_d
     assert_near(batch.attend(), batch.expected())
 
 
-@pytest.mark.parametrize(("R", "counts"), [(1, [1, 16, 3, 8, 2, 9]), (4, [1, 5, 1, 16, 2, 3]), (16, [1, 2, 4, 1, 3, 1])])
+@pytest.mark.parametrize(
+    ("R", "counts"), [(1, [1, 16, 3, 8, 2, 9]), (4, [1, 5, 1, 16, 2, 3]), (16, [1, 2, 4, 1, 3, 1])]
+)
 @pytest.mark.parametrize("raw", [False, True])
 def test_several_queries_and_ragged_batches(R: int, counts: list[int], raw: bool) -> None:
     rule = Rule(64, window_pages=3)
@@ -114,7 +116,9 @@ def test_keys_with_large_biases(text: str, count: int) -> None:
 @pytest.mark.parametrize("raw", [False, True])
 def test_a_row_has_the_same_bits_alone_and_in_a_batch(raw: bool) -> None:
     rule = Rule(64, sink_pages=1, window_pages=2 if raw else 0)
-    batch = make("bf16" if raw else "int4", SMALL, [5000, 1, 65, 3000, 1000, 64], [1, 1, 3, 200, 16, 2], raw=raw, rule=rule)
+    batch = make(
+        "bf16" if raw else "int4", SMALL, [5000, 1, 65, 3000, 1000, 64], [1, 1, 3, 200, 16, 2], raw=raw, rule=rule
+    )
     together = batch.attend()
     for b, (first, end) in enumerate(zip(batch.queries.start.tolist(), batch.queries.start.tolist()[1:], strict=False)):
         alone = batch.row(b).attend()
@@ -131,7 +135,9 @@ def test_threads_do_not_change_bits() -> None:
 
 def test_decode_is_the_last_row_of_prefill() -> None:
     prefill = make("int8", SMALL, [1000], [500])
-    decode = replace(prefill, queries=Queries(prefill.queries.q[-1:], torch.tensor([0, 1]).int(), torch.tensor([999]).int()))
+    decode = replace(
+        prefill, queries=Queries(prefill.queries.q[-1:], torch.tensor([0, 1]).int(), torch.tensor([999]).int())
+    )
     got, whole = decode.attend(), prefill.attend()
     assert_near(got, Partial(whole.out[-1:], whole.lse[-1:]), tolerance=1e-5)
 
@@ -140,8 +146,12 @@ def test_chunks_of_a_prefill_agree() -> None:
     whole = make("int8", SMALL, [1000], [500])
     result = whole.attend()
     for first, end in ((0, 1), (1, 30), (30, 300), (300, 500)):
-        queries = Queries(whole.queries.q[first:end], torch.tensor([0, end - first]).int(), torch.tensor([500 + first]).int())
-        assert_near(replace(whole, queries=queries).attend(), Partial(result.out[first:end], result.lse[first:end]), 1e-5)
+        queries = Queries(
+            whole.queries.q[first:end], torch.tensor([0, end - first]).int(), torch.tensor([500 + first]).int()
+        )
+        assert_near(
+            replace(whole, queries=queries).attend(), Partial(result.out[first:end], result.lse[first:end]), 1e-5
+        )
 
 
 def test_strided_queries_and_tables() -> None:
