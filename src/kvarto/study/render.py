@@ -43,7 +43,7 @@ def quality_table(result: StudyResult) -> Table:
         table.add_row(
             arm.name,
             f"{arm.bits_per_number:.2f}",
-            interval_text(fidelity.kl_nats, "{:.2g}") if fidelity else NOTHING,
+            interval_text(fidelity.kl_nats, "{:#.2g}") if fidelity else NOTHING,
             f"{fidelity.top1.mean:.1%}" if fidelity else NOTHING,
             interval_text(fidelity.perplexity_ratio, "{:.3f}") if fidelity else NOTHING,
             needles_text(arm),

@@ -7,7 +7,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from kvarto.study import render, svg
-from kvarto.study.result import ArmResult, StudyResult
+from kvarto.study.result import ArmResult, Interval, StudyResult
 
 _MARK = {"pass": "✓", "fail": "✗", "inconclusive": "?", "reported": "·"}
 
@@ -28,6 +28,7 @@ def html(result: StudyResult) -> str:
         json_text=render.json_text,
         thousands=render.thousands,
         changed=_changed,
+        percent=_percent,
         nothing=render.NOTHING,
     )
     return environment.get_template("report.html.j2").render(
@@ -52,6 +53,12 @@ def _heatmaps(result: StudyResult) -> list[dict[str, Any]]:
         for arm in result.candidates
         if arm.needles and base.needles
     ]
+
+
+def _percent(share: Interval) -> Interval:
+    """In percent, cut off at 100."""
+    low, high = (None if bound is None else min(100 * bound, 100.0) for bound in (share.low, share.high))
+    return Interval(mean=100 * share.mean, low=low, high=high)
 
 
 def _changed(arm: ArmResult, baseline: ArmResult) -> list[tuple[str, str, str]]:

@@ -143,6 +143,8 @@ def _arms(model: Any, policies: Sequence[Policy], options: StudyOptions) -> tupl
             skipped.append(Skipped(name=arm.name, reason=str(error)))
         else:
             arms.append(arm)
+    if not options.formats:
+        arms[1:] = sorted(arms[1:], key=Arm.bits_per_number, reverse=True)
     if len(arms) == 1:
         raise Unsupported(f"no format can be tried with this model: {skipped[0].reason if skipped else 'none given'}")
     return arms, skipped

@@ -47,7 +47,7 @@ def _heat_cell(x: float, y: float, found: int, hidden: int) -> Markup:
     box = Markup('<rect class="cell" x="{}" y="{}" width="{}" height="{}" rx="3" style="--share:{:.2f}"/>').format(
         x + 1, y + 1, _CELL_WIDTH - 2, _CELL_HEIGHT - 2, share
     )
-    tone = "middle small on" if share > 0.5 else "middle small"
+    tone = "middle small on" if share > 0.6 else "middle small off"
     return box + _text(x + _CELL_WIDTH / 2, y + 19, f"{found}/{hidden}", tone)
 
 
