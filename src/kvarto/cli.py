@@ -171,7 +171,7 @@ def study(
     ] = "builtin",
     out: Annotated[Path | None, typer.Option(help="Folder for the report. Default: reports/MODEL-DATE.")] = None,
     seed: Annotated[int, typer.Option(help="Chooses passages, haystacks and prompts.")] = 0,
-    threads: Annotated[int | None, typer.Option(help="CPU threads. Default: what torch takes.")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads. Default: all, or one where that is faster.")] = None,
     kernel: Annotated[
         str | None, typer.Option(help="Attend with this kernel. Default: the best that supports the format.")
     ] = None,

@@ -42,7 +42,7 @@ def test_a_codec_copied_into_one_file_is_everywhere(copy_of_package: Path) -> No
     result = run_python(
         """
         from kvarto.codecs import registry
-        from kvarto.study.run import default_formats
+        from kvarto.study.options import StudyOptions, candidates
         from kvarto.testing import check_codec
         from kvarto.cli import app
         from typer.testing import CliRunner
@@ -50,7 +50,7 @@ def test_a_codec_copied_into_one_file_is_everywhere(copy_of_package: Path) -> No
         check_codec(registry["mine"])
         listed = json.loads(CliRunner().invoke(app, ["codecs", "--json"]).output)
         assert "mine" in [row["name"] for row in listed], listed
-        assert "mine" in [str(f) for f in default_formats(full=False)]
+        assert "mine" in [str(policy) for policy in candidates(StudyOptions())]
         print("found", kv := registry["mine"].source)
         """,
         copy_of_package,

@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from kvarto.models.catalog import DEFAULT_MODEL
-from kvarto.study.files import default_folder, require_writable, write_files
+from kvarto.study.files import default_folder, remove_if_empty, require_writable, write_files
 from kvarto.study.options import FULL, StudyOptions
 from kvarto.study.progress import progress_for
 from kvarto.study.render import render
@@ -30,19 +30,21 @@ def study_command(options: StudyOptions, *, out: Path | None, as_json: bool) -> 
     """Run a study and return the exit code. `as_json`: only JSON on standard output, and files only where `out` says."""
     if out is None and not as_json:
         out = default_folder(options.model, datetime.now())
-    if out is not None:
-        require_writable(out)
-    progress = progress_for(Console(stderr=True))
-    try:
-        with progress:
-            result = run_study(options, progress, command=command_line(options))
-    except KeyboardInterrupt:
-        Console(stderr=True).print("interrupted before anything was measured; nothing was written")
-        return INTERRUPTED
-    with _undisturbed():
-        _show(result, as_json=as_json)
+    with contextlib.ExitStack() as leaving:
         if out is not None:
-            _tell_files(write_files(result, out), result)
+            leaving.callback(remove_if_empty, out)
+            require_writable(out)
+        progress = progress_for(Console(stderr=True))
+        try:
+            with progress, _terminable():
+                result = run_study(options, progress, command=command_line(options))
+        except KeyboardInterrupt:
+            Console(stderr=True).print("interrupted before anything was measured; nothing was written")
+            return INTERRUPTED
+        with _undisturbed():
+            _show(result, as_json=as_json)
+            if out is not None:
+                _tell_files(write_files(result, out), result)
     return exit_code(result)
 
 
@@ -69,6 +71,20 @@ def command_line(options: StudyOptions) -> str:
         if getattr(options.margins, field) != getattr(Margins(), field):
             words += [option, f"{getattr(options.margins, field):g}"]
     return shlex.join(words)
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """A job system's SIGTERM keeps what is done, like Ctrl-C."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager

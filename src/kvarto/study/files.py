@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 from datetime import datetime
@@ -29,6 +30,12 @@ def require_writable(folder: Path) -> None:
             pass
     except OSError as error:
         raise UsageError("--out", "a folder that can be written to", f"{folder} ({error.strerror})") from error
+
+
+def remove_if_empty(folder: Path) -> None:
+    """Leave no folder behind for a study that never was."""
+    with contextlib.suppress(OSError):
+        folder.rmdir()
 
 
 def write_files(result: StudyResult, folder: Path) -> list[Path]:

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 from jsonschema import Draft202012Validator
+from torch import Tensor
+from transformers import StoppingCriteria, StoppingCriteriaList
 
 from kvarto.study.arms import Arm
 from kvarto.study.forks import agrees, likeliest
@@ -116,10 +118,23 @@ def write(arm: Arm, tokenizer: Any, prompts: Sequence[Sequence[int]], most_token
         row_mask[width - len(prompts[row]) :] = 1
     out = arm.model.generate(
         ids.to(device), attention_mask=mask.to(device), cache=arm.new_cache(), do_sample=False, num_beams=1,
-        max_new_tokens=max(most_tokens), stop_strings=["\n"], tokenizer=tokenizer, pad_token_id=_padding_id(tokenizer),
+        max_new_tokens=max(most_tokens), stopping_criteria=StoppingCriteriaList([_LineEnd(tokenizer)]), pad_token_id=_padding_id(tokenizer),
     )  # fmt: skip
     rows: list[list[int]] = out[:, width:].cpu().tolist()
     return [_cut(tokenizer, row[:most]) for row, most in zip(rows, most_tokens, strict=True)]
+
+
+class _LineEnd(StoppingCriteria):  # type: ignore[misc]
+    """Ends each row by itself at the end of its first line."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
+        """bool [B] of input_ids [B, T]."""
+        return torch.tensor(
+            [_ends(self.tokenizer, token) for token in input_ids[:, -1].tolist()], device=input_ids.device
+        )
 
 
 def _padding_id(tokenizer: Any) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pydantic import ValidationError
 
@@ -38,14 +38,29 @@ class Budget:
     decode_steps: int = 8
 
 
+_QUESTION_TOKENS = 64
+
 QUICK = Budget(
-    "quick", documents=8, document_tokens=512, needle_lengths=(512, 1024), needles=8, needle_seeds=2, json_prompts=8,
+    "quick", documents=8, document_tokens=512, needle_lengths=(512, 1024), needles=8, needle_seeds=3, json_prompts=8,
     speed_contexts=(1024, 4096),
 )  # fmt: skip
 FULL = Budget(
     "full", documents=12, document_tokens=2048, needle_lengths=(512, 1024, 2048), needles=8, needle_seeds=4, json_prompts=24,
-    speed_contexts=(1024, 8192), prefill_runs=3, decode_steps=24,
+    speed_contexts=(1024, 4096, 16384), prefill_runs=3, decode_steps=24,
 )  # fmt: skip
+
+
+def within(budget: Budget, most_tokens: int | None) -> Budget:
+    """The part of a budget that a model of `most_tokens` positions can be asked for; None for no limit."""
+    if most_tokens is None:
+        return budget
+    timed = budget.prefill_tokens * (budget.prefill_runs + 1) + budget.decode_steps
+    return replace(
+        budget,
+        document_tokens=min(budget.document_tokens, most_tokens),
+        needle_lengths=tuple(length for length in budget.needle_lengths if length + _QUESTION_TOKENS <= most_tokens),
+        speed_contexts=tuple(context for context in budget.speed_contexts if context + timed <= most_tokens),
+    )
 
 
 @dataclass(frozen=True)
@@ -55,7 +70,7 @@ class StudyOptions:
     model      a catalog name, a local folder or a hub id
     formats    candidates as text, Format or Policy; none: the headline codecs of a quick study, every codec of a full one
     text       `builtin`, `handbook`, `perl`, a file or a folder (`kvarto.models.texts`)
-    threads    CPU threads, or None for what torch takes
+    threads    CPU threads, or None for the faster of one and torch's number
     kernel     a kernel's name, or None for the best one
     """
 
@@ -90,7 +105,7 @@ def margins(kl_nats: float, perplexity_ratio: float, needle_loss: float) -> Marg
         return Margins(kl_nats=kl_nats, perplexity_ratio=perplexity_ratio, needle_loss=needle_loss)
     except ValidationError as error:
         first = error.errors()[0]
-        raise UsageError(f"margin {first['loc'][0]}", first["msg"].lower(), first["input"]) from None
+        raise UsageError(f"margin {first['loc'][0]}", first["msg"].lower().removeprefix("input should be "), first["input"]) from None
 
 
 def candidates(options: StudyOptions) -> list[Policy]:

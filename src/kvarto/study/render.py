@@ -21,7 +21,7 @@ def render(result: StudyResult) -> RenderableType:
     """Everything that a terminal shows of a study."""
     parts: list[RenderableType] = [quality_table(result)]
     if any(arm.memory or arm.speed for arm in result.arms):
-        parts.append(cost_table(result))
+        parts += ["", cost_table(result), ""]
     return Group(*parts, recommendation_panel(result))
 
 
@@ -81,11 +81,12 @@ def _cost_caption(result: StudyResult) -> str:
 def recommendation_panel(result: StudyResult) -> Panel:
     """The headline with its reasons and caveats."""
     found = result.recommendation
-    body = Text(found.headline, style="bold")
+    lines = Table.grid(padding=(0, 1))
     for reason in found.reasons:
-        body.append(f"\n  {reason}", style="not bold")
+        lines.add_row(" ", Text(reason))
     for caveat in found.caveats:
-        body.append(f"\n  ! {caveat}", style="not bold dim")
+        lines.add_row(Text("!", style="dim"), Text(caveat, style="dim"))
+    body = Group(Text(found.headline, style="bold"), lines)
     title = "Interrupted: what was done so far" if result.interrupted else "Recommendation"
     return Panel(body, title=title, title_align="left", border_style=_COLOUR[found.status])
 

@@ -14,7 +14,7 @@ from kvarto.study.render import thousands
 from kvarto.study.result import ArmResult, NeedleCell, StudyResult
 
 _KL_FLOOR = 1e-6
-_CELL_WIDTH, _CELL_HEIGHT = 34, 30
+_CELL_WIDTH, _CELL_HEIGHT = 26, 28
 _LABEL_GAP = 14
 
 
@@ -27,7 +27,7 @@ def heatmap(cells: Sequence[NeedleCell], title: str) -> Markup:
     parts = [_text(left, 14, title, "strong")]
     for row, length in enumerate(lengths):
         y = top + row * _CELL_HEIGHT
-        parts.append(_text(left - 6, y + 19, thousands(length), "end small"))
+        parts.append(_text(left - 6, y + 18, thousands(length), "end small"))
         for column, depth in enumerate(depths):
             here = [cell.found for cell in cells if (cell.length_tokens, cell.depth) == (length, depth)]
             parts.append(_heat_cell(left + column * _CELL_WIDTH, y, sum(here), len(here)))
@@ -48,7 +48,7 @@ def _heat_cell(x: float, y: float, found: int, hidden: int) -> Markup:
         x + 1, y + 1, _CELL_WIDTH - 2, _CELL_HEIGHT - 2, share
     )
     tone = "middle small on" if share > 0.6 else "middle small off"
-    return box + _text(x + _CELL_WIDTH / 2, y + 19, f"{found}/{hidden}", tone)
+    return box + _text(x + _CELL_WIDTH / 2, y + 18, f"{found}/{hidden}", tone)
 
 
 def bits_against_kl(result: StudyResult) -> Markup:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvarto.study.fidelity import summarize
+from kvarto.study.recommend import recommend
 from kvarto.study.result import (
     ArmResult,
     DocumentSums,
@@ -18,7 +19,7 @@ from kvarto.study.result import (
     Speed,
     StudyResult,
 )
-from kvarto.study.verdict import judge, recommend
+from kvarto.study.verdict import judge
 
 POSITIONS = 384
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from synthetic import baseline, candidate, fidelity, json_items, needles, scope, study
 
+from kvarto.study.recommend import recommend
 from kvarto.study.result import Margins, Skipped
-from kvarto.study.verdict import json_check, judge, needle_check, recommend
+from kvarto.study.verdict import json_check, judge, needle_check
 
 MARGINS = Margins()
 
