@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvarto.binding import BoundCodec, choose_kernel
 from kvarto.cache.slab import PageStore
-from kvarto.errors import NotFinite, ShapeError, Unsupported
-from kvarto.formats import Format, Policy, raw_format
+from kvarto.errors import NotFinite, ShapeError, Unsupported, UsageError
+from kvarto.formats import Format, Policy, parse_policy, raw_format
 from kvarto.jit import torch
 from kvarto.kernels.base import Kernel, PageSet, Queries, Rule, merge
 from kvarto.layout import Geometry, Side
@@ -36,6 +36,10 @@ class LayerSpec:
 
     geometry: Geometry
     sliding_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.sliding_tokens is not None and self.sliding_tokens < 1:
+            raise UsageError("sliding_tokens", "at least 1, or None for full attention", self.sliding_tokens)
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,15 @@ class _Row:
     length: int = 0
     packed: list[int] = field(default_factory=list)
     raw: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """Tokens that were appended and have not attended yet: how many of each sequence, columns T, which of them are valid (None: all)."""
+
+    counts: list[int]
+    columns: int
+    valid: Tensor | None
 
 
 class OpenPages:
@@ -98,6 +111,11 @@ class LayerKV:
         self.raw_layout = raw.layout(geometry)
         self.raw_k, self.raw_v = BoundCodec(raw.k, self.raw_layout.k), BoundCodec(raw.v, self.raw_layout.v)
         tokens = geometry.page_tokens
+        for name, raw_tokens in (("sink", chosen.sink_tokens), ("window", chosen.window_tokens)):
+            if raw_tokens % tokens:
+                raise UsageError(
+                    f"{name} of {chosen}", f"a multiple of this cache's pages of {tokens} tokens", raw_tokens
+                )
         self.rule = Rule(tokens, chosen.sink_tokens // tokens, chosen.window_tokens // tokens, spec.sliding_tokens)
         self.kernel = choose_kernel(kernel, self.layout, self.k, self.v, device.type)
         self.raw_kernel = choose_kernel(kernel, self.raw_layout, self.raw_k, self.raw_v, device.type)
@@ -105,8 +123,7 @@ class LayerKV:
         self.open = open_pages.store(self.raw_layout.nbytes)
         self.rows: list[_Row] = []
         self.saturated_elements = 0
-        self._new_tokens: list[int] = []
-        self._valid: Tensor | None = None
+        self._pending: _Pending | None = None
 
     # ---- tokens in -------------------------------------------------------------------------------------------------
 
@@ -115,7 +132,7 @@ class LayerKV:
 
         Raises ShapeError or NotFinite; then nothing has been stored.
         """
-        self._check(k, v)
+        self._check(k, v, valid)
         B, _, T, _ = k.shape
         if valid is not None and bool(valid.all()):
             valid = None
@@ -127,20 +144,32 @@ class LayerKV:
             self.rows = [_Row() for _ in range(B)]
         pages, slots = self._open_slots(counts)
         raw_k, raw_v = self._raw_views()
-        raw_k[pages, :, slots] = tokens_k.to(self.dtype)
-        raw_v[pages, :, :, slots] = tokens_v.to(self.dtype)
+        raw_k[pages, :, slots] = tokens_k
+        raw_v[pages, :, :, slots] = tokens_v
         for row, count in zip(self.rows, counts, strict=True):
             row.length += count
         self._seal_full_pages()
-        self._new_tokens, self._valid = counts, valid
+        self._pending = _Pending(counts, T, valid)
 
-    def _check(self, k: Tensor, v: Tensor) -> None:
+    def _check(self, k: Tensor, v: Tensor, valid: Tensor | None) -> None:
         geometry = self.spec.geometry
         for name, x, dim in (("k", k, geometry.k_dim), ("v", v, geometry.v_dim)):
             rows = len(self.rows) or x.shape[0]
             expected = (rows, geometry.heads, k.shape[2], dim)
             if tuple(x.shape) != expected:
                 raise ShapeError(name, f"[B, Hkv, T, D] = {expected}", tuple(x.shape))
+            if x.dtype != self.dtype:
+                raise ShapeError(
+                    name,
+                    f"the dtype of this cache, {self.dtype}",
+                    x.dtype,
+                    "convert it, or make the cache with that dtype",
+                )
+        columns = (k.shape[0], k.shape[2])
+        if valid is not None and (valid.dtype != torch.bool or tuple(valid.shape) != columns):
+            raise ShapeError("valid", f"bool [B, T] = {columns}", f"{valid.dtype} {tuple(valid.shape)}")
+        if k.shape[0] == 0:
+            raise ShapeError("k", "at least one sequence", tuple(k.shape))
 
     def _check_finite(self, tokens: Tensor, side: str) -> None:
         if not bool(torch.isfinite(tokens).all()):
@@ -199,7 +228,7 @@ class LayerKV:
         raw_k, raw_v = self._raw_views()
         raw_ids = torch.tensor([row.raw[page] for row, page in due], device=raw_k.device)
         k, v = raw_k[raw_ids].float(), raw_v[raw_ids].float().transpose(-1, -2)
-        self.saturated_elements += self.format.k.saturated(k) + self.format.v.saturated(v)
+        self.saturated_elements += self.k.saturated(k) + self.v.saturated(v)
         ids = self.sealed.take(len(due))
         self.sealed.put(ids, torch.cat([self.k.encode(k), self.v.encode(v)], dim=-1).flatten(1))
         for (row, page), sealed_id in zip(due, ids, strict=True):
@@ -212,29 +241,40 @@ class LayerKV:
 
         scale multiplies q.k; softcap and sinks (float [Hq]) as in kernels/base.py. Raw pages that no later query may read are let go.
         """
+        pending, geometry = self._take_pending(q), self.spec.geometry
         B, Hq, T, _ = q.shape
-        counts, geometry = self._new_tokens, self.spec.geometry
-        if len(counts) != B or Hq % geometry.heads:
-            raise ShapeError(
-                "q", f"[B, Hq, T, Dk] with B = {len(counts)} and Hq a multiple of {geometry.heads}", tuple(q.shape)
-            )
+        counts, valid = pending.counts, pending.valid
         device = q.device
         start = torch.tensor([0, *counts], device=device).cumsum(0).int()
         position = torch.tensor(
             [row.length - n for row, n in zip(self.rows, counts, strict=True)], dtype=torch.int32, device=device
         )
-        queries = Queries(_ragged(q.transpose(1, 2), self._valid).float(), start, position)
+        queries = Queries(_ragged(q.transpose(1, 2), valid).float(), start, position)
         partials = [
             kernel.attend(queries, pages, self.rule, scale=scale, softcap=softcap)
             for kernel, pages in self._page_sets(device)
         ]
         merged = merge(partials, sinks).out.to(q.dtype)
         self._release_unreadable()
-        if self._valid is None:
+        if valid is None:
             return merged.view(B, T, Hq, geometry.v_dim).transpose(1, 2)
         out = merged.new_zeros((B, T, Hq, geometry.v_dim))
-        out[self._valid] = merged
+        out[valid] = merged
         return out.transpose(1, 2)
+
+    def _take_pending(self, q: Tensor) -> _Pending:
+        """What was appended and now attends, once. Raises ShapeError when q is not the queries of just that."""
+        pending, geometry = self._pending, self.spec.geometry
+        if pending is None:
+            raise UsageError(
+                "attend", "an append of the same tokens just before", "none", "append k and v, then attend with their q"
+            )
+        B, Hq, T, Dk = q.shape
+        if (B, T, Dk) != (len(pending.counts), pending.columns, geometry.k_dim) or Hq == 0 or Hq % geometry.heads:
+            shape = f"[{len(pending.counts)}, a multiple of {geometry.heads}, {pending.columns}, {geometry.k_dim}]"
+            raise ShapeError("q", f"[B, Hq, T, Dk] = {shape}", tuple(q.shape))
+        self._pending = None
+        return pending
 
     def _page_sets(self, device: torch.device) -> list[tuple[Kernel, PageSet]]:
         """The raw pages, and the packed ones if there are any."""
@@ -304,6 +344,7 @@ class LayerKV:
 
     def crop(self, tokens: int) -> None:
         """Take back the last `tokens` tokens of every sequence; only where `why_not_crop` gives no reason."""
+        self._pending = None
         for row in self.rows:
             row.length -= tokens
             full = row.length // self.rule.page_tokens
@@ -316,20 +357,18 @@ class LayerKV:
 
     def reorder(self, rows: Sequence[int]) -> None:
         """Sequence i becomes a copy of what was sequence rows[i]; pages are shared, an open one until it is written to."""
-        old = self.rows
+        if wrong := [i for i in rows if not 0 <= i < len(self.rows)]:
+            raise UsageError("rows", f"sequences 0 to {len(self.rows) - 1}", wrong[0])
+        old, self._pending = self.rows, None
         self.rows = [_Row(old[i].length, list(old[i].packed), dict(old[i].raw)) for i in rows]
         for row in self.rows:
             self._hold(row, self.sealed.pool.share, self.open.pool.share)
         for row in old:
             self._hold(row, self.sealed.pool.release, self.open.pool.release)
-        if self._new_tokens:
-            self._new_tokens = [self._new_tokens[i] for i in rows]
-            self._valid = None if self._valid is None else self._valid[list(rows)]
 
     def clear(self) -> None:
         """Forget every sequence."""
         self.reorder([])
-        self._new_tokens, self._valid = [], None
 
     @staticmethod
     def _hold(row: _Row, sealed: Any, raw: Any) -> None:
@@ -353,13 +392,7 @@ class LayerKV:
 
     def footprint(self) -> Footprint:
         """Bytes in use, and allocated for sealed pages; the stores of raw pages are shared by the layers (`PagedKV.footprint`)."""
-        codes = sum(
-            f.nbytes
-            for layout in (self.layout.k, self.layout.v)
-            for f in layout.fields
-            if f.name.startswith(("codes", "values"))
-        )
-        payload = self.spec.geometry.heads * codes * self.sealed.pool.used_pages
+        payload = self.layout.payload_nbytes * self.sealed.pool.used_pages
         return Footprint(
             payload_bytes=payload,
             metadata_bytes=self.layout.nbytes * self.sealed.pool.used_pages - payload,
@@ -378,14 +411,14 @@ class PagedKV:
     def __init__(
         self,
         layers: Sequence[LayerSpec],
-        policy: Policy,
+        policy: Policy | str,
         *,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         kernel: str | None = None,
     ) -> None:
-        self.policy = policy
-        device = torch.device(device)
+        self.policy = policy = parse_policy(policy) if isinstance(policy, str) else policy
+        device = _device(device)
         self._open = OpenPages(dtype, device)
         self.layers = [
             LayerKV(spec, policy.for_layer(i, len(layers), self._open.format), self._open, device=device, kernel=kernel)
@@ -394,8 +427,8 @@ class PagedKV:
 
     @property
     def kernel_names(self) -> str:
-        """The kernels really used, for reports: one name when all layers agree."""
-        return ", ".join(sorted({layer.kernel.name for layer in self.layers}))
+        """The kernels really used, for packed pages and for raw ones: one name when all agree."""
+        return ", ".join(sorted({kernel.name for layer in self.layers for kernel in (layer.kernel, layer.raw_kernel)}))
 
     def append(self, layer: int, k: Tensor, v: Tensor, valid: Tensor | None = None) -> None:
         """See `LayerKV.append`."""
@@ -415,7 +448,7 @@ class PagedKV:
         Path invariance is what allows it: the result does not depend on where the runs are cut. Returns [B, Hq, T, Dv] in q's dtype.
         """
         outs = []
-        for first in range(0, q.shape[2], _RUN_TOKENS):
+        for first in range(0, max(1, q.shape[2]), _RUN_TOKENS):
             run = slice(first, first + _RUN_TOKENS)
             self.append(layer, k[:, :, run], v[:, :, run], None if valid is None else valid[:, run])
             outs.append(self.attend(layer, q[:, :, run], **options))
@@ -423,6 +456,8 @@ class PagedKV:
 
     def crop(self, tokens: int) -> None:
         """Take back the last tokens in every layer, or in none: raises Unsupported if one layer cannot."""
+        if tokens < 0:
+            raise UsageError("tokens", "0 or more to take back", tokens)
         for layer in self.layers:
             if reason := layer.why_not_crop(tokens):
                 raise Unsupported(f"crop of {tokens} tokens: {reason}; prefill the sequence again")
@@ -441,12 +476,19 @@ class PagedKV:
 
     @property
     def saturated_elements(self) -> int:
-        """Elements that were beyond their codec's range when their page was sealed."""
+        """Elements that were beyond their codec's range when their page was sealed, ever: a page sealed again after a crop counts again."""
         return sum(layer.saturated_elements for layer in self.layers)
 
     def footprint(self) -> Footprint:
         """Bytes in use and allocated, all layers."""
         return sum((layer.footprint() for layer in self.layers), Footprint(allocated_bytes=self._open.allocated_bytes))
+
+
+def _device(device: torch.device | str) -> torch.device:
+    try:
+        return torch.device(device)
+    except RuntimeError:
+        raise UsageError("device", "one that torch knows, such as cpu or cuda", repr(device)) from None
 
 
 def _ragged(x: Tensor, valid: Tensor | None) -> Tensor:

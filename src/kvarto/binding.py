@@ -44,6 +44,10 @@ class BoundCodec:
         """See `Codec.unrotate`."""
         return self.codec.unrotate(y, self.layout.side)
 
+    def saturated(self, x: Tensor) -> int:
+        """See `Codec.saturated`."""
+        return self.codec.saturated(x, self.layout.side)
+
     @property
     def numba(self) -> Any | None:
         """The compiled tile reader, or None if the codec has none. Compiled once in a process."""

@@ -18,7 +18,8 @@ from kvarto.codecs import Codec, registry
 from kvarto.errors import Unsupported, UsageError
 from kvarto.layout import PAGE_TOKENS, Geometry, PageLayout, Side
 
-_PART = re.compile(r"(sink|window)(\d+)")
+_PART = re.compile(r"(sink|window)([0-9]{1,9})")
+_LAYERS = re.compile(r"-?[0-9]{1,6}(,-?[0-9]{1,6})*")
 _GRAMMAR = "a codec or K-codec/V-codec, then +sinkN, +windowN, +skip=LAYERS"
 
 
@@ -89,12 +90,17 @@ def parse_policy(text: str) -> Policy:
     k, v = registry[k_name], registry[v_name if slash else k_name]
     chosen = Format(k, v, sink_tokens=_default_sink(k, v))
     skip: tuple[int, ...] = ()
-    for part in parts:
+    kinds = [re.match(r"[a-z]*", part)[0] for part in parts]  # type: ignore[index]
+    for i, part in enumerate(parts):
+        if kinds[i] in kinds[:i]:
+            raise UsageError("format", f"{kinds[i]} once", repr(text))
         if part.startswith("skip="):
             skip = _layers(part.removeprefix("skip="), text)
         elif match := _PART.fullmatch(part):
             tokens = int(match[2])
-            chosen = replace(chosen, sink_tokens=tokens) if match[1] == "sink" else replace(chosen, window_tokens=tokens)
+            chosen = (
+                replace(chosen, sink_tokens=tokens) if match[1] == "sink" else replace(chosen, window_tokens=tokens)
+            )
         else:
             raise UsageError("format", _GRAMMAR, f"{part!r} in {text!r}")
     return Policy(chosen, skip)
@@ -114,7 +120,6 @@ def _default_sink(k: Codec, v: Codec) -> int:
 
 
 def _layers(text: str, whole: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(number) for number in text.split(","))
-    except ValueError:
-        raise UsageError("skip", "layer numbers such as skip=0,1,-1", f"{text!r} in {whole!r}") from None
+    if not _LAYERS.fullmatch(text):
+        raise UsageError("skip", "layer numbers such as skip=0,1,-1", f"{text!r} in {whole!r}")
+    return tuple(int(number) for number in text.split(","))

@@ -12,6 +12,8 @@ import ctypes
 import hashlib
 import importlib
 import importlib.util
+import tempfile
+import warnings
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -119,7 +121,9 @@ def compile_reader(function: Callable[..., None], layout: SlabLayout) -> Compile
         )
 
     floats = types.CPointer(types.float32)
-    return CompiledReader(_compile(read_at, types.void(types.CPointer(types.uint8), *[floats] * 5)))
+    # What a codec outside this package calls is not in the cache's name, so it is compiled anew in every process.
+    ours = Path(function.__code__.co_filename).is_relative_to(Path(__file__).parent)
+    return CompiledReader(_compile(read_at, types.void(types.CPointer(types.uint8), *[floats] * 5), cache=ours))
 
 
 def compile_kernel(function: Callable[[Any], None], record: Any) -> Any:
@@ -132,15 +136,35 @@ def compile_kernel(function: Callable[[Any], None], record: Any) -> Any:
     return _compile(function, numba.types.void(pointer), fastmath={"reassoc", "contract", "arcp", "nsz"})
 
 
-def _compile(function: Callable[..., None], signature: Any, **options: Any) -> Any:
+def _compile(function: Callable[..., None], signature: Any, *, cache: bool = True, **options: Any) -> Any:
     numba = require("numba")
-    previous = numba.config.CACHE_DIR
-    numba.config.CACHE_DIR = str(home() / "compiled" / _sources_digest())
+    previous, folder = numba.config.CACHE_DIR, _cache_folder() if cache else None
+    numba.config.CACHE_DIR = folder or ""
     try:
         # The cache folder is chosen here, at decoration, so the setting need not outlive this call.
-        return numba.cfunc(signature, cache=True, error_model="numpy", **options)(function)
+        return numba.cfunc(signature, cache=folder is not None, error_model="numpy", **options)(function)
     finally:
         numba.config.CACHE_DIR = previous
+
+
+@cache
+def _cache_folder() -> str | None:
+    """Where compiled code is kept, or None, with a warning, if nothing can be written there.
+
+    numba itself would then fall back to the folder of the source, under a name that does not change when what is called changes.
+    """
+    folder = home() / "compiled" / _sources_digest()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return str(folder)
+    except OSError as error:
+        warnings.warn(
+            f"kernels are compiled anew in every process: {folder} cannot be written ({error.strerror}); set KVARTO_HOME",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Where every byte of a page lies: the only byte arithmetic of the project. No torch.
+"""Where every field of a page lies: offsets are computed here and nowhere else. No torch.
 
 A page is `Hkv` pairs of slabs, head after head: the K slab of head 0, its V slab, the K slab of head 1, and so on. So a tensor-parallel
 rank owns one contiguous range, and a kernel that works on one head reads one contiguous range.
@@ -114,6 +114,11 @@ class SlabLayout:
         return _align(self.fields[-1].end, SLAB_ALIGNMENT_BYTES)
 
     @property
+    def payload_nbytes(self) -> int:
+        """Bytes of the codes themselves: of the fields whose names begin with `codes` or `values`. All else is metadata."""
+        return sum(field.nbytes for field in self.fields if field.name.startswith(("codes", "values")))
+
+    @property
     def tile_shape(self) -> tuple[int, int]:
         """Shape of the unpacked slab as kernels see it: K [S, D], V [D, S]."""
         return (self.page_tokens, self.dim) if self.side is Side.K else (self.dim, self.page_tokens)
@@ -131,7 +136,9 @@ def slab_layout(side: Side, page_tokens: int, dim: int, specs: Iterable[FieldSpe
         field = Field(name, dtype, shape, _align(offset, ITEM_BYTES[dtype]))
         fields.append(field)
         offset = field.end
-    return SlabLayout(side, page_tokens, dim, tuple(fields))
+    layout = SlabLayout(side, page_tokens, dim, tuple(fields))
+    assert layout.payload_nbytes, "no field is named codes... or values..."
+    return layout
 
 
 @dataclass(frozen=True)
@@ -151,6 +158,11 @@ class PageLayout:
     def nbytes(self) -> int:
         """Bytes of the page."""
         return self.geometry.heads * self.pair_nbytes
+
+    @property
+    def payload_nbytes(self) -> int:
+        """Bytes of the page that are codes, not metadata."""
+        return self.geometry.heads * (self.k.payload_nbytes + self.v.payload_nbytes)
 
     @property
     def bytes_per_token(self) -> float:

@@ -7,18 +7,20 @@ its own. The payload is what `layout.PageLayout` describes; this module does not
 from __future__ import annotations
 
 import hashlib
+import re
 import struct
 from dataclasses import dataclass
 
-from kvarto.errors import BadMagic, ChecksumMismatch, PageMismatch, UnsupportedVersion
+from kvarto.errors import BadMagic, ChecksumMismatch, PageMismatch, ShapeError, UnsupportedVersion
 from kvarto.layout import Geometry
 
 MAGIC = b"KVRT"
 FORMAT_VERSION = 1
 _NAME_BYTES = 24
 _DIGEST_BYTES = 16
-# magic, format version, K codec version, V codec version, K codec, V codec, S, Hkv, Dk, Dv, payload bytes, digest
-_HEADER = struct.Struct(f"<4sHHH6x{_NAME_BYTES}s{_NAME_BYTES}sIIIIQ{_DIGEST_BYTES}s")
+_NAME = re.compile(rf"[a-z0-9._-]{{1,{_NAME_BYTES}}}")
+# magic, format version, K codec version, V codec version, reserved, K codec, V codec, S, Hkv, Dk, Dv, payload bytes, digest
+_HEADER = struct.Struct(f"<4sHHH6s{_NAME_BYTES}s{_NAME_BYTES}sIIIIQ{_DIGEST_BYTES}s")
 HEADER_BYTES = _HEADER.size
 
 
@@ -52,13 +54,12 @@ class Page:
 
         Raises BadMagic, UnsupportedVersion, PageMismatch (size, geometry) or ChecksumMismatch; each says what was expected and what was found.
         """
+        data = bytes(data)
         if len(data) < HEADER_BYTES or data[:4] != MAGIC:
             raise BadMagic(
                 f"page: expected {MAGIC!r} and a header of {HEADER_BYTES} bytes, got {data[:4]!r} and {len(data)} bytes"
             )
-        _, version, k_version, v_version, k_name, v_name, tokens, heads, k_dim, v_dim, nbytes, digest = (
-            _HEADER.unpack_from(data)
-        )
+        _, version, k_version, v_version, reserved, k_name, v_name, *shape, nbytes, digest = _HEADER.unpack_from(data)
         if version != FORMAT_VERSION:
             raise UnsupportedVersion(
                 f"page: expected format version {FORMAT_VERSION}, got {version}; read it with the kvarto that wrote it"
@@ -71,10 +72,14 @@ class Page:
             raise ChecksumMismatch(
                 "page: expected the digest in its header, got another; its bytes changed after sealing, fetch or compute it again"
             )
-        page_geometry = Geometry(heads, k_dim, v_dim, tokens)
-        return cls(
-            CodecId(_text(k_name), k_version), CodecId(_text(v_name), v_version), page_geometry, data[HEADER_BYTES:]
-        )
+        if any(reserved):
+            raise PageMismatch("reserved bytes", "zeros", reserved.hex())
+        try:
+            tokens, heads, k_dim, v_dim = shape
+            page_geometry = Geometry(heads, k_dim, v_dim, tokens)
+        except ShapeError as error:
+            raise PageMismatch("geometry", f"{error.name} of {error.expected}", error.got) from None
+        return cls(_codec_id(k_name, k_version), _codec_id(v_name, v_version), page_geometry, data[HEADER_BYTES:])
 
     def expect(self, k_codec: CodecId, v_codec: CodecId, geometry: Geometry, nbytes: int) -> Page:
         """This page, if it is one of the given codecs, geometry and payload size.
@@ -97,10 +102,15 @@ class Page:
 
     def _header(self, digest: bytes) -> bytes:
         shape = self.geometry
-        return _HEADER.pack(
-            MAGIC, FORMAT_VERSION, self.k_codec.version, self.v_codec.version, _name(self.k_codec), _name(self.v_codec),
-            shape.page_tokens, shape.heads, shape.k_dim, shape.v_dim, len(self.payload), digest,
-        )  # fmt: skip
+        try:
+            return _HEADER.pack(
+                MAGIC, FORMAT_VERSION, self.k_codec.version, self.v_codec.version, bytes(6), _name(self.k_codec), _name(self.v_codec),
+                shape.page_tokens, shape.heads, shape.k_dim, shape.v_dim, len(self.payload), digest,
+            )  # fmt: skip
+        except struct.error as error:
+            raise PageMismatch(
+                "header", "versions below 2^16 and dimensions below 2^32", f"{self.k_codec}, {self.v_codec}, {shape}"
+            ) from error
 
 
 def _digest(header: bytes, payload: bytes) -> bytes:
@@ -110,11 +120,13 @@ def _digest(header: bytes, payload: bytes) -> bytes:
 
 
 def _name(codec: CodecId) -> bytes:
-    encoded = codec.name.encode("ascii")
-    if len(encoded) > _NAME_BYTES:
-        raise PageMismatch("codec name bytes", f"at most {_NAME_BYTES}", len(encoded))
-    return encoded
+    if not _NAME.fullmatch(codec.name):
+        raise PageMismatch("codec name", f"1 to {_NAME_BYTES} of a-z, 0-9, dot, hyphen, underscore", repr(codec.name))
+    return codec.name.encode("ascii")
 
 
-def _text(name: bytes) -> str:
-    return name.rstrip(b"\0").decode("ascii", errors="replace")
+def _codec_id(name: bytes, version: int) -> CodecId:
+    text = name.rstrip(b"\0").decode("ascii", errors="replace")
+    if not _NAME.fullmatch(text):
+        raise PageMismatch("codec name", f"1 to {_NAME_BYTES} of a-z, 0-9, dot, hyphen, underscore", repr(text))
+    return CodecId(text, version)

@@ -47,7 +47,10 @@ class Codec(ABC):
 
     @abstractmethod
     def fields(self, side: Side, page_tokens: int, dim: int) -> Sequence[FieldSpec]:
-        """The arrays of a slab as (name, dtype, shape), in the order in which they lie."""
+        """The arrays of a slab as (name, dtype, shape), in the order in which they lie.
+
+        Names that begin with `codes` or `values` are payload, all others metadata (`SlabLayout.payload_nbytes`).
+        """
 
     @abstractmethod
     def encode(self, x: Tensor, layout: SlabLayout) -> Tensor:
@@ -73,8 +76,8 @@ class Codec(ABC):
         """Why this codec cannot write such a slab, or None if it can."""
         return None
 
-    def saturated(self, x: Tensor) -> int:
-        """How many elements of x (float32 [..., S, D]) lie outside the codec's range and are clamped by `encode`."""
+    def saturated(self, x: Tensor, side: Side) -> int:
+        """How many elements of x (float32 [..., S, D]), rotated if the codec rotates, lie outside its range and are clamped by `encode`."""
         return 0
 
     def layout(self, side: Side, page_tokens: int, dim: int) -> SlabLayout:

@@ -39,7 +39,7 @@ class Raw(Codec):
         """Exactly what was stored."""
         return from_tile(extract(slabs, layout, "values").float(), layout.side)
 
-    def saturated(self, x: Tensor) -> int:
+    def saturated(self, x: Tensor, side: Side) -> int:
         """Elements beyond the largest number of the dtype."""
         return int((x.abs() > torch.finfo(getattr(torch, self.dtype)).max).sum())
 

@@ -6,7 +6,7 @@
     `fp8-token`  scale per token and head, from the token's own maximum: nothing saturates
 
 Error: 2^-4 |x| (e4m3) or 2^-3 |x| (e5m2) for normal numbers. Elements beyond 448 (57,344) times the scale are clamped and counted.
-Bits at D = 128: 8.004, with a token scale 8.125. The scale matters only against overflow and underflow (facts: 31.5 dB for any sigma from 0.1 to 100).
+Bits at D = 128: 8.02, with a token scale 8.125. The scale matters only against overflow and underflow (facts: 31.5 dB for any sigma from 0.1 to 100).
 Source: OCP 8-bit floating point specification 1.0; Micikevicius et al., arXiv 2209.05433.
 """
 
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from kvarto.codecs.base import Codec, Reader, assemble, extract, from_tile, to_tile
+from kvarto.errors import ShapeError, UsageError
 from kvarto.jit import load_floats, load_fp8, torch
 from kvarto.layout import FieldSpec, Side, SlabLayout
 
@@ -26,11 +27,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Fp8(Codec):
-    """`scale_per` says what shares a scale; `scales` are the calibrated ones: one, or one for each KV head."""
+    """`scale_per` says what shares a scale; `scales` are the calibrated ones: one, or one for each KV head.
+
+    Calibrated scales are given with `dataclasses.replace(registry["fp8-head"], scales=(...))`; the slab stores its own, so readers need no record.
+    """
 
     variant: Literal["e4m3", "e5m2"] = "e4m3"
     scale_per: Literal["tensor", "head", "token"] = "tensor"
     scales: tuple[float, ...] = (1.0,)
+
+    def __post_init__(self) -> None:
+        if not self.scales or not all(0 < scale < float("inf") for scale in self.scales):
+            raise UsageError(f"scales of {self.name}", "positive finite numbers", self.scales)
+        if self.scale_per != "head" and len(self.scales) != 1:
+            raise UsageError(
+                f"scales of {self.name}", "one number", self.scales, "use fp8-head for a scale for each KV head"
+            )
 
     @property
     def limit(self) -> float:
@@ -46,7 +58,11 @@ class Fp8(Codec):
         ]
 
     def encode(self, x: Tensor, layout: SlabLayout) -> Tensor:
-        """x: float32 [..., Hkv, S, D] when there is a scale for each head, else [..., S, D]."""
+        """x: float32 [..., Hkv, S, D] when there is a scale for each head, else [..., S, D]. Raises ShapeError for another number of heads."""
+        if len(self.scales) > 1 and x.shape[-3] != len(self.scales):
+            raise ShapeError(
+                f"scales of {self.name}", f"one, or one for each of {x.shape[-3]} KV heads", len(self.scales)
+            )
         scale = self._scale(x)
         codes = (x / scale.float()).clamp(-self.limit, self.limit).to(self._dtype)
         stored = scale.squeeze(-1) if self.scale_per == "token" else scale.squeeze(-1).expand(*x.shape[:-2], 1)
@@ -57,7 +73,7 @@ class Fp8(Codec):
         codes = from_tile(extract(slabs, layout, "codes"), layout.side).contiguous().view(self._dtype)
         return codes.float() * extract(slabs, layout, "scale").float().unsqueeze(-1)
 
-    def saturated(self, x: Tensor) -> int:
+    def saturated(self, x: Tensor, side: Side) -> int:
         """Elements beyond the largest code times the scale; with token scales none are, but for the rounding of the scale."""
         if self.scale_per == "token":
             return 0

@@ -93,9 +93,9 @@ class PageInt(Codec):
         """Values: multiply by its transpose."""
         return y @ hadamard.matrix(y.shape[-1]).to(y).T if side is Side.V else y
 
-    def saturated(self, x: Tensor) -> int:
-        """Elements beyond float16."""
-        return affine.out_of_range(x)
+    def saturated(self, x: Tensor, side: Side) -> int:
+        """Elements beyond float16, of values after rotation: those are what is clamped."""
+        return affine.out_of_range(hadamard.transform(x) if side is Side.V else x)
 
     def numba_reader(self, layout: SlabLayout) -> Reader:
         """Codes, and channel terms for K or row terms for V."""

@@ -45,7 +45,7 @@ class Int8(Codec):
         scale, zero = (extract(slabs, layout, name).unsqueeze(-1) for name in ("scale", "zero"))
         return affine.dequantize(from_tile(extract(slabs, layout, "codes"), layout.side), scale, zero)
 
-    def saturated(self, x: Tensor) -> int:
+    def saturated(self, x: Tensor, side: Side) -> int:
         """Elements beyond float16."""
         return affine.out_of_range(x)
 

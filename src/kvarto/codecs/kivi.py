@@ -71,7 +71,7 @@ class Kivi(Codec):
         scale, zero = (self._spread(extract(slabs, layout, name), layout) for name in ("scale", "zero"))
         return from_tile(affine.dequantize(unpack(planes, int(self.bits)), scale, zero), layout.side)
 
-    def saturated(self, x: Tensor) -> int:
+    def saturated(self, x: Tensor, side: Side) -> int:
         """Elements beyond float16."""
         return affine.out_of_range(x)
 
