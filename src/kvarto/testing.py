@@ -5,7 +5,7 @@ Each check raises AssertionError with what was expected. Our own tests run them 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 DIMS = (64, 80, 96, 128, 256)
+_GUARD_BYTES = 256
+_GUARD_VALUE = 1234.5
 
 
 def check_codec(codec: Codec, *, dims: tuple[int, ...] = DIMS, page_tokens: int = PAGE_TOKENS) -> None:
@@ -30,6 +32,7 @@ def check_codec(codec: Codec, *, dims: tuple[int, ...] = DIMS, page_tokens: int 
                 check_layout(bound)
                 check_bytes_do_not_depend_on_batch(bound)
                 check_hard_groups(bound)
+                check_signal_to_noise(bound)
                 check_rotation(bound)
                 check_numba_reader(bound)
                 taken.append(dim)
@@ -80,7 +83,9 @@ def check_hard_groups(bound: BoundCodec) -> None:
     beyond = zero + 1e30
     assert bool(torch.isfinite(bound.decode(bound.encode(beyond))).all())
     error = float((bound.decode(bound.encode(beyond)) - beyond).abs().max()) / 1e30
-    assert error < 0.01 or bound.codec.saturated(beyond, bound.layout.side) > 0, f"{bound.codec.name}: clamps without counting"
+    assert error < 0.01 or bound.codec.saturated(beyond, bound.layout.side) > 0, (
+        f"{bound.codec.name}: clamps without counting"
+    )
 
 
 def check_rotation(bound: BoundCodec) -> None:
@@ -90,15 +95,42 @@ def check_rotation(bound: BoundCodec) -> None:
     torch.testing.assert_close((bound.rotate(x) * bound.rotate(y)).sum(-1), (x * y).sum(-1), rtol=1e-4, atol=1e-2)
 
 
+def check_signal_to_noise(bound: BoundCodec) -> None:
+    """Noise of unit variance keeps what `codec.bits` promise, with 3 dB and more to spare: all of its bits are used, for every element.
+
+    A uniform code of b bits over the range of 64 numbers of a Gaussian keeps about 6.02 b - 4 dB, a float of 8 bits at least 25.
+    """
+    bits = bound.codec.bits
+    least = min(6.02 * bits - 9.0, max(24.0, 3.0 * bits))
+    x = _noise((32, 1, bound.layout.page_tokens, bound.layout.dim), seed=8)
+    error = bound.decode(bound.encode(x)).double() - x.double()
+    signal, noise = x.double().square(), error.square()
+    kept = 10.0 * float(torch.log10(signal.mean() / noise.mean()))
+    side = bound.layout.side.upper()
+    assert kept >= least, f"{bound.codec.name}: {side} keeps {kept:.1f} dB of {bits} bits, expected {least:.1f}"
+    # The worst place of a slab: a code that is never stored shows here and not in the mean.
+    lost = noise.sum(dim=(0, 1)) / signal.sum(dim=(0, 1))
+    assert float(lost.max()) < 0.9, (
+        f"{bound.codec.name}: {side} loses element {divmod(int(lost.argmax()), lost.shape[1])}"
+    )
+
+
 def check_numba_reader(bound: BoundCodec) -> None:
-    """The compiled tile and its terms equal `rotate(decode(...))`, from a slab whose neighbours are poisoned."""
+    """The compiled tile and its terms equal `rotate(decode(...))`, from a slab whose neighbours are poisoned; neighbours of the tile and of the
+    terms are left alone.
+    """
     if bound.numba is None:
         return
     layout = bound.layout
     slab = bound.encode(key_like((1, layout.page_tokens, layout.dim), seed=7))
-    tile, terms = np.full(layout.tile_shape, np.nan, np.float32), _neutral_terms(layout.page_tokens, layout.dim)
-    bound.numba(slab[0].numpy(), tile, *terms)
-    row_scale, row_zero, channel_scale, channel_zero = terms
+    among = np.full(layout.nbytes + 2 * _GUARD_BYTES, 0xFF, np.uint8)  # as float16, bfloat16, float32 and float8: NaN
+    among[_GUARD_BYTES:-_GUARD_BYTES] = slab[0].numpy()
+    guarded = [_Guarded(layout.tile_shape, np.nan), *_neutral_terms(layout.page_tokens, layout.dim)]
+    bound.numba(among[_GUARD_BYTES:-_GUARD_BYTES], *[array.inside for array in guarded])
+    names = ("tile", "row_scale", "row_zero", "channel_scale", "channel_zero")
+    for name, array in zip(names, guarded, strict=True):
+        assert array.untouched_around(), f"{bound.codec.name}: the {layout.side.upper()} reader writes outside {name}"
+    tile, row_scale, row_zero, channel_scale, channel_zero = (array.inside for array in guarded)
     codes = tile if layout.side is Side.K else tile.T
     got = codes * row_scale[:, None] * channel_scale + row_zero[:, None] + channel_zero
     expected = bound.rotate(bound.decode(slab))[0]
@@ -110,6 +142,17 @@ def key_like(shape: tuple[int, ...], seed: int) -> Tensor:
 
     Made by integer arithmetic, so that every version of every library gives the same bits.
     """
+    bias = np.linspace(-2.0, 2.0, shape[-1])
+    bias[3], bias[shape[-1] // 2 + 3] = 200.0, -120.0
+    return torch.from_numpy((_unit_noise(shape, seed) + bias).astype(np.float32))
+
+
+def _noise(shape: tuple[int, ...], seed: int) -> Tensor:
+    """The noise of `key_like` alone, float32: nearly a Gaussian of unit variance."""
+    return torch.from_numpy(_unit_noise(shape, seed).astype(np.float32))
+
+
+def _unit_noise(shape: tuple[int, ...], seed: int) -> np.ndarray[Any, np.dtype[np.float64]]:
     count = int(np.prod(shape))
     state = (np.arange(count, dtype=np.uint64) + np.uint64(seed * 1_000_003)) * np.uint64(0x9E3779B97F4A7C15)
     noise = np.zeros(count)
@@ -117,11 +160,22 @@ def key_like(shape: tuple[int, ...], seed: int) -> Tensor:
         state ^= state >> np.uint64(31)
         state *= np.uint64(0xBF58476D1CE4E5B9)
         noise += (state >> np.uint64(40)).astype(np.float64) / 2.0**24 - 0.5
-    x = (noise * np.sqrt(3.0)).reshape(shape)
-    bias = np.linspace(-2.0, 2.0, shape[-1])
-    bias[3], bias[shape[-1] // 2 + 3] = 200.0, -120.0
-    return torch.from_numpy((x + bias).astype(np.float32))
+    return (noise * np.sqrt(3.0)).reshape(shape)
 
 
-def _neutral_terms(tokens: int, dim: int) -> list[np.ndarray[tuple[int], np.dtype[np.float32]]]:
-    return [np.full(count, value, np.float32) for count, value in ((tokens, 1), (tokens, 0), (dim, 1), (dim, 0))]
+class _Guarded:
+    """A float32 array in the middle of a larger one, whose ends must keep what they hold."""
+
+    def __init__(self, shape: tuple[int, ...], value: float) -> None:
+        guard = _GUARD_BYTES // 4
+        self._whole = np.full(int(np.prod(shape)) + 2 * guard, _GUARD_VALUE, np.float32)
+        self.inside = self._whole[guard:-guard].reshape(shape)
+        self.inside[...] = value
+
+    def untouched_around(self) -> bool:
+        guard = _GUARD_BYTES // 4
+        return bool((self._whole[:guard] == _GUARD_VALUE).all() and (self._whole[-guard:] == _GUARD_VALUE).all())
+
+
+def _neutral_terms(tokens: int, dim: int) -> list[_Guarded]:
+    return [_Guarded((count,), value) for count, value in ((tokens, 1.0), (tokens, 0.0), (dim, 1.0), (dim, 0.0))]

@@ -1,16 +1,19 @@
-"""Writes the golden page of each codec that has none. A page that exists is never overwritten: a codec whose bytes change raises its version
-and explains itself in an ADR; then its old page is removed by hand.
+"""Writes the golden page of each codec that has none, and beside it what the codec reads from it. A file that exists is never overwritten: a codec whose bytes change raises its version
+and explains itself in an ADR; then its old files are removed by hand.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+
 from kvarto.attention import LayerKV, LayerSpec, OpenPages
+from kvarto.binding import BoundCodec
 from kvarto.codecs import registry
 from kvarto.formats import Format
 from kvarto.jit import torch
-from kvarto.layout import Geometry
+from kvarto.layout import Geometry, Side
 from kvarto.page import Page
 from kvarto.testing import key_like
 
@@ -23,6 +26,16 @@ def path(name: str) -> Path:
     return PAGES / f"{name}.v{registry[name].version}.page"
 
 
+def decoded_path(name: str) -> Path:
+    """Where the numbers that the codec read from its golden page lie: `k` and `v`, float32 [S, D]."""
+    return path(name).with_suffix(".npz")
+
+
+def inputs() -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of the golden page, float32 [1, 1, S, D]."""
+    return key_like((1, 1, 64, 64), seed=42), key_like((1, 1, 64, 64), seed=43) / 50
+
+
 def seal(name: str) -> Page:
     """The golden input, sealed by the codec called `name` through the whole cache."""
     device = torch.device("cpu")
@@ -33,8 +46,19 @@ def seal(name: str) -> Page:
         device=device,
         kernel="reference",
     )
-    layer.append(key_like((1, 1, 64, 64), seed=42), key_like((1, 1, 64, 64), seed=43) / 50)
+    layer.append(*inputs())
     return layer.sealed_page(0, 0)
+
+
+def decode(name: str, page: Page) -> dict[str, np.ndarray]:
+    """The numbers that the codec called `name` reads from a golden page: `k` and `v`, float32 [S, D]."""
+    layout = Format(registry[name], registry[name]).layout(GEOMETRY)
+    payload = torch.frombuffer(bytearray(page.payload), dtype=torch.uint8)
+    numbers = {}
+    for side in Side:
+        first, end = layout.slab_range(side)
+        numbers[side.value] = BoundCodec(registry[name], layout.slab(side)).decode(payload[first:end]).numpy()
+    return numbers
 
 
 if __name__ == "__main__":
@@ -43,3 +67,6 @@ if __name__ == "__main__":
         if not path(name).exists():
             path(name).write_bytes(seal(name).to_bytes())
             print(f"wrote {path(name).name}")
+        if not decoded_path(name).exists():
+            np.savez_compressed(decoded_path(name), **decode(name, Page.from_bytes(path(name).read_bytes())))
+            print(f"wrote {decoded_path(name).name}")

@@ -138,9 +138,7 @@ def test_crop_beyond_the_last_sealed_page_is_refused_and_changes_nothing() -> No
     kv.append(1, k, v)
     kv.attend(1, q, scale=SCALE)
     before = pages(kv)
-    with pytest.raises(
-        Unsupported, match="crop of 100 tokens: page 1 is sealed and its raw values are gone"
-    ):
+    with pytest.raises(Unsupported, match="crop of 100 tokens: page 1 is sealed and its raw values are gone"):
         kv.crop(100)
     with pytest.raises(Unsupported, match="only 200 tokens are held"):
         kv.crop(201)

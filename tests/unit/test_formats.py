@@ -52,6 +52,18 @@ def test_policy_skips_layers_from_both_ends() -> None:
         parse_format("int4+skip=0")
 
 
+@pytest.mark.parametrize("text", ["int4+sink64+sink128", "int4+skip=0+skip=1", "int4+window64+window64"])
+def test_a_part_given_twice_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="once"):
+        parse_policy(text)
+
+
+@pytest.mark.parametrize("text", ["int4+sink" + "9" * 5000, "int4+sink٦٤", "int4+skip=1_0", "int4+skip=0,,1"])
+def test_numbers_are_plain_digits(text: str) -> None:
+    with pytest.raises(UsageError):
+        parse_policy(text)
+
+
 def test_geometry_a_codec_cannot_write_is_refused_with_the_reason() -> None:
     with pytest.raises(Unsupported, match="no Hadamard transform of order 72"):
         parse_format("int4").layout(Geometry(1, 64, 72))

@@ -7,14 +7,15 @@ from kvarto.layout import Geometry, PageLayout, Side, slab_layout
 
 
 def test_fields_are_aligned_and_slab_is_padded() -> None:
-    layout = slab_layout(Side.K, 64, 64, [("a", "uint8", (3,)), ("b", "float32", (2,)), ("c", "float16", (1,))])
+    layout = slab_layout(Side.K, 64, 64, [("codes", "uint8", (3,)), ("b", "float32", (2,)), ("c", "float16", (1,))])
     assert [(field.name, field.offset, field.end) for field in layout.fields] == [
-        ("a", 0, 3),
+        ("codes", 0, 3),
         ("b", 4, 12),
         ("c", 12, 14),
     ]
     assert layout.nbytes == 16
     assert layout["b"].nbytes == 8
+    assert layout.payload_nbytes == 3
     assert layout.bits_per_element == 16 * 8 / (64 * 64)
 
 

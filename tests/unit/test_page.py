@@ -61,3 +61,51 @@ def test_expect_refuses_other_pages() -> None:
 def test_codec_name_must_fit_the_header() -> None:
     with pytest.raises(PageMismatch, match="codec name"):
         dataclasses.replace(PAGE, k_codec=CodecId("x" * 25, 1)).to_bytes()
+
+
+def forged(**changes: int | bytes) -> bytes:
+    """A page whose header lies but whose digest is right."""
+    import hashlib
+
+    data = bytearray(PAGE.to_bytes())
+    places = {"reserved": (10, 6), "k_name": (16, 24), "tokens": (64, 4), "heads": (68, 4), "k_dim": (72, 4)}
+    for name, value in changes.items():
+        offset, size = places[name]
+        data[offset : offset + size] = (
+            value.to_bytes(size, "little") if isinstance(value, int) else value.ljust(size, b"\0")
+        )
+    digest = hashlib.blake2b(bytes(data[:88]), digest_size=16)
+    digest.update(data[HEADER_BYTES:])
+    data[88:104] = digest.digest()
+    return bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"reserved": 1}, "reserved bytes"),
+        ({"k_name": b""}, "codec name"),
+        ({"k_name": b"in\xff4"}, "codec name"),
+        ({"k_name": b"a b"}, "codec name"),
+        ({"tokens": 0}, "geometry: expected page_tokens"),
+        ({"heads": 0}, "geometry: expected heads"),
+        ({"k_dim": 63}, "geometry: expected k_dim"),
+    ],
+)
+def test_a_header_that_lies_is_refused_even_with_the_right_digest(changes: dict[str, int | bytes], name: str) -> None:
+    assert forged() == PAGE.to_bytes()
+    with pytest.raises(PageMismatch, match=name):
+        Page.from_bytes(forged(**changes))
+
+
+def test_a_page_owns_its_bytes() -> None:
+    data = bytearray(PAGE.to_bytes())
+    page = Page.from_bytes(data)
+    data[-1] ^= 1
+    assert page == PAGE
+    assert hash(page) == hash(PAGE)
+
+
+def test_what_does_not_fit_the_header_is_refused() -> None:
+    with pytest.raises(PageMismatch, match="header"):
+        dataclasses.replace(PAGE, k_codec=CodecId("int4", 70000)).to_bytes()

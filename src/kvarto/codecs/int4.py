@@ -64,7 +64,7 @@ class PageInt(Codec):
         """Fit, round, pack."""
         bits = int(self.bits)
         if layout.side is Side.V:
-            codes, scale, zero = affine.refine(hadamard.transform(x), -1, torch.tensor(float(1 << bits)))
+            codes, scale, zero = affine.refine(_rotated(x), -1, torch.tensor(float(1 << bits)))
             return assemble(
                 layout, **pack(to_tile(codes, Side.V), bits), scale=scale.squeeze(-1), zero=zero.squeeze(-1)
             )
@@ -95,7 +95,7 @@ class PageInt(Codec):
 
     def saturated(self, x: Tensor, side: Side) -> int:
         """Elements beyond float16, of values after rotation: those are what is clamped."""
-        return affine.out_of_range(hadamard.transform(x) if side is Side.V else x)
+        return affine.out_of_range(_rotated(x) if side is Side.V else x)
 
     def numba_reader(self, layout: SlabLayout) -> Reader:
         """Codes, and channel terms for K or row terms for V."""
@@ -121,6 +121,11 @@ class PageInt(Codec):
         levels = torch.full((dim,), float(1 << int(self.bits)))
         levels[_slow_channels(dim)] = float(1 << (int(self.bits) + _EXTRA_BITS))
         return levels
+
+
+def _rotated(x: Tensor) -> Tensor:
+    """Values in the tile's domain; first drawn in so far that sums of 256 of them stay finite."""
+    return hadamard.transform(x.clamp(-1e30, 1e30))
 
 
 def _slow_channels(dim: int) -> list[int]:
