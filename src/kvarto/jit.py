@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import importlib
-import importlib.util
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -31,15 +30,26 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 @cache
+def why_unavailable(package: str) -> str:
+    """Why `package` cannot be imported here, or "" if it can. It is imported to find out: that one is installed says little."""
+    try:
+        importlib.import_module(package)
+    except Exception as error:  # noqa: BLE001 - whatever a broken installation raises
+        if isinstance(error, ModuleNotFoundError) and error.name == package:
+            return "it is not installed"
+        return "it does not import here (" + " ".join(f"{type(error).__name__}: {error}".split()) + ")"
+    return ""
+
+
 def available(package: str) -> bool:
-    """True if `package` can be imported here; it is not imported yet."""
-    return importlib.util.find_spec(package) is not None
+    """True if `package` imports here."""
+    return not why_unavailable(package)
 
 
 def require(package: str) -> Any:
-    """Import an optional package, or raise BackendUnavailable with the command that installs it."""
-    if not available(package):
-        raise BackendUnavailable(package, "it is not installed", "run: pip install 'kvarto[engine]'")
+    """Import an optional package, or raise BackendUnavailable with the reason and the command that installs it."""
+    if reason := why_unavailable(package):
+        raise BackendUnavailable(package, reason, "run: pip install 'kvarto[engine]'")
     return importlib.import_module(package)
 
 

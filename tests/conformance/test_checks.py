@@ -49,7 +49,7 @@ class Faulty(Codec):
     def decode(self, slabs: Tensor, layout: SlabLayout) -> Tensor:
         x = from_tile(extract(slabs, layout, "values"), layout.side).clone()
         if self.fault == "one place is lost":
-            x[..., 5, 7] = 0.0
+            x[..., 5, 7] = x[..., 5, 6]
         return x
 
     def numba_reader(self, layout: SlabLayout) -> Reader:
@@ -82,7 +82,7 @@ def test_a_sound_codec_passes() -> None:
 )
 def test_a_faulty_codec_is_found(fault: str, message: str) -> None:
     with pytest.raises(AssertionError, match=message):
-        check_codec(Faulty("faulty", 32, "this test", fault=fault), dims=(64,))
+        check_codec(Faulty("faulty", 4, "this test", fault=fault), dims=(64,))
 
 
 def test_a_codec_that_keeps_one_number_of_a_slab_is_found() -> None:

@@ -24,6 +24,8 @@ from kvarto.integrations.transformers import Cache
 from kvarto.layout import FieldSpec, Side, SlabLayout
 from kvarto.models.load import LoadedModel, load
 from kvarto.models.texts import texts
+from kvarto.study.options import Budget, StudyOptions
+from kvarto.study.run import run_study
 
 TOKENS, FIRST = 640, 128
 QWEN = "qwen2.5-coder-0.5b-instruct"
@@ -97,8 +99,23 @@ def test_ours_needs_no_raw_sink_to_survive_a_key_bias() -> None:
     assert kl(QWEN, "int4+sink0") < 0.02
 
 
+PLAIN_ROTATED = Format(PlainRotated("plain-rotated", 4, "test"), PlainRotated("plain-rotated", 4, "test"))
+
+
 @pytest.mark.models
 def test_plain_rotation_is_destroyed_by_a_key_bias() -> None:
     """A rotation spreads a bias of 200 over every channel: the reason why our keys are not rotated."""
-    codec = PlainRotated("plain-rotated", 4, "test")
-    assert kl(QWEN, Policy(Format(codec, codec))) > 0.3
+    assert kl(QWEN, Policy(PLAIN_ROTATED)) > 0.3
+
+
+@pytest.mark.models
+def test_the_study_says_so() -> None:
+    budget = Budget(
+        "small", documents=3, document_tokens=384, needle_lengths=(), needles=0, needle_seeds=0, json_prompts=0, speed_contexts=()
+    )  # fmt: skip
+    result = run_study(StudyOptions(model=QWEN, formats=(PLAIN_ROTATED, "int4"), budget=budget))
+    plain, ours = result.candidates
+    assert plain.verdict is not None
+    assert plain.verdict.status == "fail"
+    assert ours.verdict is not None
+    assert ours.verdict.status != "fail"

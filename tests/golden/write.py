@@ -1,5 +1,7 @@
-"""Writes the golden page of each codec that has none, and beside it what the codec reads from it. A file that exists is never overwritten: a codec whose bytes change raises its version
-and explains itself in an ADR; then its old files are removed by hand.
+"""Writes the golden page of each codec that has none, and beside it what the codec reads from it.
+
+A file that exists is never overwritten: a codec whose bytes change raises its version and explains itself in an ADR; then its old files are
+removed by hand.
 """
 
 from __future__ import annotations

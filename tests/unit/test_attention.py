@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+
 import pytest
 
 pytest.importorskip("torch")
@@ -83,24 +88,33 @@ def test_sink_and_window_are_part_of_the_rule(policy: str) -> None:
     assert not any(page < parse_policy(policy).format.sink_tokens // 64 for _, page in pages(whole))
 
 
-def test_rescoring_gives_what_decode_gave() -> None:
-    q, k, v = tensors(150)
-    kv = cache("int4")
+@pytest.mark.parametrize(("name", "dtype"), [*((name, torch.float32) for name in registry), ("int4", torch.bfloat16)])
+def test_rescoring_gives_what_decode_gave(name: str, dtype: torch.dtype) -> None:
+    q, k, v = (x.to(dtype) for x in tensors(150))
+    kv = cache(name, dtype=dtype)
     decoded = feed(kv, q, k, v, chunk=1)
+    sealed = pages(kv)
     kv.clear()
-    assert_equal(feed(kv, q, k, v, chunk=150), decoded)
+    rescored = feed(kv, q, k, v, chunk=150)
+    assert decoded.dtype == rescored.dtype == dtype
+    if dtype == torch.bfloat16:  # What is computed in float32 is rounded once: it may turn, by one part in 128.
+        torch.testing.assert_close(rescored, decoded, rtol=2.0**-7, atol=1e-3)
+    else:
+        assert_equal(rescored, decoded)
+    assert pages(kv) == sealed
 
 
-def test_ragged_batch_is_each_row_alone() -> None:
+@pytest.mark.parametrize("name", list(registry))
+def test_ragged_batch_is_each_row_alone(name: str) -> None:
     q, k, v = tensors(140, rows=3)
     lengths = (140, 3, 77)
     valid = torch.stack([torch.arange(140) >= 140 - length for length in lengths])
     poison = torch.where(valid[:, None, :, None], 0.0, torch.nan)
-    kv = cache("int4")
+    kv = cache(name)
     kv.append(0, k + poison, v + poison, valid)
     out = kv.attend(0, torch.nan_to_num(q + poison), scale=SCALE)
     for row, length in enumerate(lengths):
-        alone = cache("int4")
+        alone = cache(name)
         mine = slice(row, row + 1), slice(None), slice(140 - length, 140)
         expected = feed(alone, q[mine], k[mine], v[mine], chunk=length)
         assert_equal(out[mine], expected)
@@ -247,3 +261,70 @@ def test_history_is_never_held_dense() -> None:
     kv.extend(0, q, k, v, scale=SCALE)
     dense_bytes = 64 * 100 * HEADS * 2 * DIM * 4
     assert kv.footprint().allocated_bytes < dense_bytes * (4.625 / 32) * 1.03 + kv.layers[0].raw_layout.nbytes * 22
+
+
+PEAK = """
+import json, resource, sys
+import torch
+from kvarto.attention import LayerSpec, PagedKV
+from kvarto.formats import parse_policy
+from kvarto.layout import Geometry
+from kvarto.study.filling import fill_pages
+
+torch.set_num_threads(1)
+TOKENS, RUN, HEADS, DIM, BLOCK = 1 << 16, 512, 2, 64, 1 << 20
+kv = PagedKV([LayerSpec(Geometry(HEADS, DIM, DIM))], parse_policy(sys.argv[1]), dtype=torch.float32, kernel=sys.argv[2])
+unit, ballast = 1 if sys.platform == "darwin" else 1024, []
+
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def growth(act):
+    start = peak()
+    while peak() < start + 4 * BLOCK:  # take every byte that earlier peaks left free
+        ballast.append(torch.ones(BLOCK // 4))
+    before = peak()
+    act()
+    return peak() - before
+
+
+def step(count):
+    kv.append(0, k[:, :, :count], v[:, :, :count])
+    kv.attend(0, q[:, :, :count], scale=0.125)
+
+
+def extend():
+    kv.extend(0, q, k, v, scale=0.125)
+
+
+def dense():
+    layer = kv.layers[0]
+    slabs = layer.sealed.pages[: TOKENS // 64 - 1].view(-1, HEADS, layer.layout.pair_nbytes)
+    return layer.k.decode(slabs[..., : layer.layout.k.nbytes])
+
+
+q, k, v = (torch.randn(1, HEADS, RUN, DIM) for _ in range(3))
+extend()
+step(1)
+kv.clear()
+fill_pages(kv, TOKENS)
+found = {"decode": growth(lambda: step(1)), "extend": growth(extend), "control": growth(dense)}
+print(json.dumps({**found, "dense": TOKENS * HEADS * 2 * DIM * 4}))
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no getrusage")
+@pytest.mark.parametrize("kernel", ["numba", "reference"])
+def test_attention_makes_no_dense_copy_of_the_history(kernel: str) -> None:
+    """The peak of a process that decodes and extends behind 65,536 packed tokens, against one that does make a copy, of K alone."""
+    command = [sys.executable, "-c", PEAK, "int4", kernel]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)
+    grown = json.loads(done.stdout)
+    print(grown)
+    assert grown["control"] > grown["dense"] / 3, "a dense copy does not show: the measure is blind"
+    assert grown["decode"] < grown["dense"] / 8
+    if kernel == "numba":  # The reference keeps a partial result of each run of pages, for each query.
+        assert grown["extend"] < grown["dense"] / 8

@@ -36,7 +36,7 @@ class Columns(int):
     kvarto: Any
 
     def __new__(cls, columns: int, cache: Any) -> Columns:
-        """`cache` has `padding_mask(q_length, attention_mask)`."""
+        """`cache` has `check_model(config)` and `padding_mask(q_length, attention_mask)`."""
         self = super().__new__(cls, columns)
         self.kvarto = cache
         return self
@@ -131,6 +131,7 @@ def _mask(underlying: str, *, kv_length: int, **arguments: Any) -> Any:
     cache = getattr(kv_length, _MARK, None)
     if cache is None:
         return ALL_MASK_ATTENTION_FUNCTIONS[underlying](kv_length=kv_length, **arguments)
+    cache.check_model(arguments["config"])
     if not arguments.get("allow_is_causal_skip", False):
         raise Unsupported(
             "a mask beyond causal and padding (image tokens, packed sequences): use the model's own cache for this input"

@@ -151,7 +151,7 @@ class Cache(cache_utils.Cache):  # type: ignore[misc]
         planned = plan_layers(model)
         specs = [layer for layer in planned if isinstance(layer, LayerSpec)]
         self.kv = PagedKV(specs, _policy(policy), dtype=model.dtype, device=model.device, kernel=kernel)
-        self._config = model.config.get_text_config(decoder=True)
+        self._config, self._model_name = model.config.get_text_config(decoder=True), type(model).__name__
         self.columns: Tensor | None = None
         self.waiting: _Layer | None = None
         indices = iter(range(len(specs)))
@@ -201,6 +201,26 @@ class Cache(cache_utils.Cache):  # type: ignore[misc]
         columns, offset = super().get_mask_sizes(query_length, layer_idx)
         return Columns(columns, self), offset
 
+    def check_model(self, config: Any) -> None:
+        """Raise Unsupported if `config` is that of another model than the one this cache was made for."""
+        text_config = config.get_text_config(decoder=True)
+        if text_config is not self._config and text_config != self._config:  # a copied cache has a copied config
+            raise Unsupported(
+                f"the cache was made for {_described(self._model_name, self._config)}, and is used with "
+                f"{_described('a model', text_config)}; make a cache for each model"
+            )
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """See `_Layer.update`. Raises Unsupported for a layer that the model of this cache does not have."""
+        if layer_idx >= len(self.layers):
+            raise Unsupported(
+                f"layer {layer_idx} wants to be cached, and the cache was made for {self._model_name} with "
+                f"{len(self.layers)} layers; make a cache for each model"
+            )
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)  # type: ignore[no-any-return]
+
     def padding_mask(
         self,
         tokens: int,
@@ -238,7 +258,8 @@ class Cache(cache_utils.Cache):  # type: ignore[misc]
         """Raise Unsupported if a layer's keys never reached kvarto's attention function."""
         if self.waiting is not None:
             reason = f"the keys of layer {self.waiting.index} never reached kvarto's attention function"
-            raise Unsupported(f"{reason}; use the model's own cache")
+            remedy = f"the cache was made for {self._model_name}; with any other model, use that model's own cache"
+            raise Unsupported(f"{reason}; {remedy}")
 
     def held_columns(self) -> int:
         """Columns that every layer holds. Raises Unsupported if a forward pass broke off between layers, or within one."""
@@ -292,6 +313,11 @@ class Cache(cache_utils.Cache):  # type: ignore[misc]
         """Forget every sequence; storage is kept for reuse."""
         self.columns = self.waiting = None
         super().reset()
+
+
+def _described(model: str, config: Any) -> str:
+    where = f", from {config.name_or_path}" if config.name_or_path else ""
+    return f"{model} ({config.model_type}, {config.num_hidden_layers} layers{where})"
 
 
 def _policy(policy: str | Format | Policy) -> Policy:

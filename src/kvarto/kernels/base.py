@@ -12,7 +12,7 @@ never a token after its own, nor one that the model's sliding window hides. The 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -140,6 +140,3 @@ def merge(partials: Sequence[Partial], sinks: Tensor | None = None) -> Partial:
     for partial, weight in zip(partials, weights, strict=False):
         out = out + partial.out * weight.unsqueeze(-1)
     return Partial(out, total)
-
-
-KernelFactory = Callable[[], Kernel]

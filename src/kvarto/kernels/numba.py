@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from kvarto.jit import available, compile_kernel, torch
+from kvarto.jit import compile_kernel, torch, why_unavailable
 from kvarto.kernels.base import PageSet, Partial, Queries, Rule, SlabReader, Support
 from kvarto.kernels.team import run_team
 from kvarto.layout import PageLayout
@@ -26,8 +26,8 @@ class NumbaKernel:
         """Pages on the CPU whose codecs both have a tile reader."""
         if device != "cpu":
             return Support(f"it runs on the CPU, not on {device}")
-        if not available("numba"):
-            return Support("numba is not installed; run: pip install 'kvarto[engine]'")
+        if reason := why_unavailable("numba"):
+            return Support(f"numba: {reason}; run: pip install 'kvarto[engine]'")
         for side, reader in (("K", k), ("V", v)):
             if reader.numba is None:
                 return Support(f"the {side} codec has no tile reader for numba")

@@ -5,6 +5,7 @@ It decodes at most `_PAGES_AT_ONCE` pages at a time and merges, so that even her
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 from kvarto.jit import torch
@@ -32,7 +33,7 @@ class ReferenceKernel:
         out = queries.q.new_zeros((T, Hq, pages.layout.geometry.v_dim))
         lse = queries.q.new_full((T, Hq), -torch.inf)
         starts, positions = queries.start.tolist(), queries.position.tolist()
-        for row, (first, end) in enumerate(zip(starts, starts[1:], strict=False)):
+        for row, (first, end) in enumerate(itertools.pairwise(starts)):
             if end == first:
                 continue
             partial = _attend_row(queries.q[first:end], pages, row, positions[row], rule, scale, softcap)

@@ -68,7 +68,7 @@ _ENTRIES = (
         gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         model_bytes=542_000_000,
         licence="Apache-2.0",
-        note="small and quick, finds needles at 512 to 2,048 tokens; the embedded default (30 layers, Hkv 3, D 64)",
+        note="small and quick, finds needles at 512 to 2,048 tokens (30 layers, Hkv 3, D 64)",
         default=True,
     ),
     ModelEntry(

@@ -11,11 +11,12 @@ import contextlib
 import errno
 import fcntl
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from kvarto.errors import FetchError, Unsupported
+from kvarto.errors import FetchError, Unsupported, UsageError
 from kvarto.home import home
 from kvarto.models import catalog, convert
 from kvarto.models.assemble import assemble
@@ -30,8 +31,12 @@ Converter = Callable[[Path, Path], None]
 
 
 def models_folder() -> Path:
-    """The folder that holds one folder per fetched model. It need not exist yet."""
-    return home().absolute() / "models"
+    """The folder that holds one folder per fetched model. It need not exist yet. Raises UsageError if there is no such home."""
+    try:
+        return home().absolute() / "models"
+    except RuntimeError as error:  # of pathlib, about a ~ that stands for nobody
+        got = os.environ.get("KVARTO_HOME") or "no home folder of this user"
+        raise UsageError("KVARTO_HOME", "a folder", got, "set it to an absolute path") from error
 
 
 def silent(message: str) -> None:

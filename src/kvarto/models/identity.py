@@ -17,6 +17,7 @@ from kvarto.errors import IntegrityError
 
 SAMPLE_BYTES = 1024
 _HEADER_LIMIT_BYTES = 100_000_000
+_FILE_LIMIT_BYTES = 1 << 60  # no file is larger, and no seek fails below it
 # Written by whoever saved the folder; they say nothing about what the model computes.
 _NOT_THE_MODEL = frozenset(("transformers_version", "_name_or_path", "_model_name_or_path"))
 
@@ -33,11 +34,13 @@ def identify(folder: Path) -> str:
     """SHA-256 (hexadecimal) of the config and sampled weights of a Hugging Face folder; IntegrityError if damaged."""
     try:
         config = json.loads((folder / "config.json").read_text())
-    except ValueError as error:
-        raise IntegrityError(f"config.json is not JSON ({error}); get the model again") from error
+        if not isinstance(config, dict):
+            raise ValueError("it is no object")
+    except (ValueError, RecursionError) as error:
+        raise IntegrityError(f"config.json is not a JSON object ({error}); get the model again") from error
     digest = hashlib.sha256(json.dumps(_without_noise(config), sort_keys=True).encode())
     for tensor in sorted(tensor for file in folder.glob("*.safetensors") for tensor in _tensors(file)):
-        digest.update(f"{tensor.name} {tensor.kind} {tensor.size_bytes}\n".encode())
+        digest.update(f"{tensor.name} {tensor.kind} {tensor.size_bytes}\n".encode(errors="surrogatepass"))
         with tensor.file.open("rb") as source:
             for sample in _samples(source, tensor):
                 digest.update(sample)
@@ -58,10 +61,18 @@ def _tensors(file: Path) -> Iterator[_Tensor]:
             header = json.loads(source.read(header_bytes))
         for name, entry in header.items():
             if name != "__metadata__":
-                begin, end = entry["data_offsets"]
+                begin, end = _offsets(name, entry)
                 yield _Tensor(name, f"{entry['dtype']} {entry['shape']}", file, 8 + header_bytes + begin, end - begin)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise IntegrityError(f"{file.name} is not a sound safetensors file ({error}); get the model again") from error
+
+
+def _offsets(name: str, entry: dict[str, Any]) -> tuple[int, int]:
+    """Where a tensor begins and ends in the data. How long the data is, `_samples` finds out."""
+    begin, end = entry["data_offsets"]
+    if not (type(begin) is type(end) is int and 0 <= begin <= end < _FILE_LIMIT_BYTES):
+        raise ValueError(f"{name[:80]} lies at {begin!r:.30} to {end!r:.30}")
+    return begin, end
 
 
 def _samples(source: BinaryIO, tensor: _Tensor) -> Iterator[bytes]:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     import torch
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_DEVICE = re.compile(r"cpu|cuda(?::([0-9]{1,4}))?")
+_LAYER = re.compile(r"(?:model\.)?layers\.([0-9]+)\.")
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt"]
 
 
@@ -93,7 +95,6 @@ def _name(model: str, found: Path | str) -> str:
 
 def _from_folder(model: str, folder: Path, dtype: torch.dtype | None) -> tuple[Any, Any]:
     import torch
-    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     safe: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
@@ -101,26 +102,47 @@ def _from_folder(model: str, folder: Path, dtype: torch.dtype | None) -> tuple[A
         with quiet():
             tokenizer = AutoTokenizer.from_pretrained(folder, **safe)
             loaded, report = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=dtype or torch.float32, use_safetensors=True, output_loading_info=True, **safe
+                folder,
+                dtype=dtype or torch.float32,
+                use_safetensors=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # so that the report names them
+                **safe,
             )
-    except (SafetensorError, OSError, ValueError, LookupError, RuntimeError, ImportError, AttributeError) as error:
+    except Exception as error:  # a config may hold anything, and each model class fails at it in its own way
         reason = " ".join(str(error).split())
         remedy = "it must be a causal language model that this transformers version knows, complete with its tokenizer"
         raise Unsupported(f"{model} cannot be loaded ({type(error).__name__}: {reason[:300]}); {remedy}") from error
+    _check_report(model, loaded.config.get_text_config(decoder=True).num_hidden_layers, report)
+    return loaded, tokenizer
+
+
+def _check_report(model: str, layers: int, report: dict[str, Any]) -> None:
+    """Refuse weights that are not those of the config: transformers would make up what is missing and leave out what is too much."""
     if missing := sorted(report["missing_keys"]):
         raise IntegrityError(f"{model} lacks {len(missing)} weights ({missing[0]} ...); get a complete copy of it")
-    return loaded, tokenizer
+    if mismatched := sorted(report["mismatched_keys"]):
+        name, got, expected = mismatched[0]
+        raise IntegrityError(
+            f"{model}: config.json wants {name} to be {list(expected)}, the weights hold {list(got)}; get the model again"
+        )
+    found = (_LAYER.match(name) for name in report["unexpected_keys"])
+    beyond = sorted({int(match[1]) for match in found if match and int(match[1]) >= layers})
+    if beyond:
+        raise IntegrityError(
+            f"{model}: config.json has {layers} layers, the weights go on with layer {beyond[0]}; get the model again"
+        )
 
 
 def _check_device(device: str) -> None:
     import torch
 
-    try:
-        kind = torch.device(device).type
-    except RuntimeError as error:
-        raise UsageError("device", "cpu, cuda, cuda:0 ...", repr(device)) from error
-    if kind == "cuda" and not torch.cuda.is_available():
+    if not (match := _DEVICE.fullmatch(device)):
+        raise UsageError("device", "cpu, cuda, cuda:0 ...", repr(device))
+    if device != "cpu" and not torch.cuda.is_available():
         raise BackendUnavailable("cuda", "torch sees no GPU here", "use device cpu, or install a torch with CUDA")
+    if device != "cpu" and int(match[1] or 0) >= torch.cuda.device_count():
+        raise UsageError("device", f"one of the {torch.cuda.device_count()} GPUs, from cuda:0 on", repr(device))
 
 
 def _hub_folder(hub_id: str, progress: Progress) -> Path:

@@ -11,7 +11,15 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from kvarto.errors import BackendUnavailable, FetchError, IntegrityError, UnknownName, Unsupported, UsageError
+from kvarto.errors import (
+    BackendUnavailable,
+    FetchError,
+    IntegrityError,
+    KvartoError,
+    UnknownName,
+    Unsupported,
+    UsageError,
+)
 from kvarto.models.identity import identify
 from kvarto.models.load import load, resolve
 
@@ -80,6 +88,57 @@ def test_damaged_weights_are_refused(tiny: Path) -> None:
             load(str(tiny))
 
 
+def write_header(file: Path, header: bytes) -> None:
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(64))
+
+
+@pytest.mark.parametrize(
+    "offsets", ["[-8,8]", "[8,0]", "[0,1e3]", "[0,true]", "[0]", "7", "[0,99999999999999999999999]"]
+)
+def test_offsets_that_lie_nowhere_are_refused(tiny: Path, offsets: str) -> None:
+    header = f'{{"w":{{"dtype":"F32","shape":[2],"data_offsets":{offsets}}}}}'
+    write_header(tiny / "model.safetensors", header.encode())
+    check_one_line(IntegrityError, tiny, "get the model again")
+
+
+def test_a_header_that_nests_too_deep_is_refused(tiny: Path) -> None:
+    write_header(tiny / "model.safetensors", b"[" * 200_000)
+    check_one_line(IntegrityError, tiny, "sound safetensors")
+
+
+@pytest.mark.parametrize("text", ["[]", "7", "[" * 200_000, "{"])
+def test_a_config_that_is_no_object_is_refused(tiny: Path, text: str) -> None:
+    (tiny / "config.json").write_text(text)
+    check_one_line(IntegrityError, tiny, "not a JSON object")
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "reason"),
+    [
+        ({"num_attention_heads": 0}, Unsupported, "cannot be loaded"),
+        ({"hidden_size": "many"}, Unsupported, "cannot be loaded"),
+        ({"num_hidden_layers": None}, Unsupported, "cannot be loaded"),
+        ({"rope_parameters": [1]}, Unsupported, "cannot be loaded"),
+        ({"intermediate_size": 48}, IntegrityError, r"wants model\.layers\.0\.mlp\.down_proj\.weight to be \[32, 48\]"),
+        ({"num_hidden_layers": 1}, IntegrityError, "has 1 layers, the weights go on with layer 1"),
+        ({"num_hidden_layers": 3}, IntegrityError, "lacks 9 weights"),
+    ],
+    ids=str,
+)
+def test_a_config_that_is_wrong_is_refused(
+    tiny: Path, changes: dict[str, object], error: type[KvartoError], reason: str
+) -> None:
+    config = json.loads((tiny / "config.json").read_text())
+    (tiny / "config.json").write_text(json.dumps(config | changes))
+    check_one_line(error, tiny, reason)
+
+
+def check_one_line(error: type[KvartoError], folder: Path, reason: str) -> None:
+    with pytest.raises(error, match=reason) as refusal:
+        load(str(folder))
+    assert "\n" not in str(refusal.value)
+
+
 def test_pickled_weights_are_never_loaded(tiny: Path) -> None:
     weights = load_file(tiny / "model.safetensors")
     (tiny / "model.safetensors").unlink()
@@ -116,8 +175,9 @@ def test_a_hub_id_without_network_says_what_to_do(monkeypatch: pytest.MonkeyPatc
 
 
 def test_devices(tiny: Path) -> None:
-    with pytest.raises(UsageError, match="device: expected cpu"):
-        load(str(tiny), device="gpu please")
+    for device in ("gpu please", "meta", "cpu:1", "cuda:", "mps", "cuda:-1"):
+        with pytest.raises(UsageError, match="device: expected cpu"):
+            load(str(tiny), device=device)
     if not torch.cuda.is_available():
         with pytest.raises(BackendUnavailable, match="no GPU"):
             load(str(tiny), device="cuda")
