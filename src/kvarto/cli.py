@@ -261,6 +261,9 @@ def study(
 
     Exit codes: 0 pass, 1 fail, 3 inconclusive; of the format if there is only one, else of the recommendation; 130 interrupted.
     """
+    # Must be set before torch is loaded. By default its threads spin while they wait for each other, and where another process wants a core
+    # too, a step can take ten times as long.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     for package in ("torch", "transformers"):
         require(package)
     from kvarto.study.command import study_command

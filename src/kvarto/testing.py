@@ -155,12 +155,13 @@ def _noise(shape: tuple[int, ...], seed: int) -> Tensor:
 def _unit_noise(shape: tuple[int, ...], seed: int) -> np.ndarray[Any, np.dtype[np.float64]]:
     count = int(np.prod(shape))
     state = (np.arange(count, dtype=np.uint64) + np.uint64(seed * 1_000_003)) * np.uint64(0x9E3779B97F4A7C15)
-    noise = np.zeros(count)
+    noise: np.ndarray[Any, np.dtype[np.float64]] = np.zeros(count)
     for _ in range(4):
         state ^= state >> np.uint64(31)
         state *= np.uint64(0xBF58476D1CE4E5B9)
         noise += (state >> np.uint64(40)).astype(np.float64) / 2.0**24 - 0.5
-    return (noise * np.sqrt(3.0)).reshape(shape)
+    noise *= np.sqrt(3.0)
+    return noise.reshape(shape)
 
 
 class _Guarded:

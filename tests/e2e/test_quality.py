@@ -111,7 +111,7 @@ def test_plain_rotation_is_destroyed_by_a_key_bias() -> None:
 @pytest.mark.models
 def test_the_study_says_so() -> None:
     budget = Budget(
-        "small", documents=3, document_tokens=384, needle_lengths=(), needles=0, needle_seeds=0, json_prompts=0, speed_contexts=()
+        "small", documents=6, document_tokens=320, needle_lengths=(), needles=0, needle_seeds=0, json_prompts=0, speed_contexts=()
     )  # fmt: skip
     result = run_study(StudyOptions(model=QWEN, formats=(PLAIN_ROTATED, "int4"), budget=budget))
     plain, ours = result.candidates

@@ -85,7 +85,6 @@ def test_fitted_codes_lose_no_more_than_codes_from_least_to_most(name: str, side
 
     Each round of least squares lowers the error that codes of the same number between the group's ends have, E. The last scale keeps the group's
     variance S instead (sums of squares, both): of an error E it makes 2 (S - sqrt(S (S - E))), hardly more than E where E is a small part of S.
-    Scale and zero are rounded to float16.
     """
     codec = registry[name]
     layout = codec.layout(side, 64, 64)
@@ -99,10 +98,11 @@ def test_fitted_codes_lose_no_more_than_codes_from_least_to_most(name: str, side
     plain = low + ((stored - low) / step).round() * step
     plain_error, error = ((y - stored).square().sum(axis) for y in (plain, got))
     spread = (stored - stored.mean(axis, True)).square().sum(axis)
-    bound = 2 * (spread - (spread * (spread - plain_error).clamp_min(0)).sqrt())
-    largest = stored.abs().amax(axis)
-    rounding = 8.0 * (largest * 2.0**-10 + highest.squeeze(axis) * 2.0**-25)  # of 64 elements, once for all rounds
-    assert bool((error.sqrt() <= bound.sqrt() + rounding).all()), float((error.sqrt() - bound.sqrt() - rounding).max())
+    # Each of four rounds, and the last scale, may add what float16 takes from scale and zero; of 64 elements, as a norm.
+    rounding = 8.0 * (stored.abs().amax(axis) * 2.0**-10 + highest.squeeze(axis) * 2.0**-25)
+    fitted = torch.minimum((plain_error.sqrt() + 4 * rounding).square(), spread)
+    bound = (2 * (spread - (spread * (spread - fitted)).sqrt())).sqrt() + rounding
+    assert bool((error.sqrt() <= 1.05 * bound).all()), float((error.sqrt() - bound).max())
 
 
 def _levels(name: str, side: Side) -> Tensor:

@@ -323,8 +323,8 @@ def test_attention_makes_no_dense_copy_of_the_history(kernel: str) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)
     grown = json.loads(done.stdout)
-    print(grown)
     assert grown["control"] > grown["dense"] / 3, "a dense copy does not show: the measure is blind"
     assert grown["decode"] < grown["dense"] / 8
     if kernel == "numba":  # The reference keeps a partial result of each run of pages, for each query.
-        assert grown["extend"] < grown["dense"] / 8
+        # The store of packed pages, here a sixth of a dense one, exists twice while it grows.
+        assert grown["extend"] < grown["dense"] / 2

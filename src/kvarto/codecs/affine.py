@@ -2,7 +2,7 @@
 
 Scale and zero are rounded to float16 first and the codes are chosen against the rounded values, so that the rounding of the zero (an ulp of
 0.25 for a key bias of 300) is made good by the codes instead of shifting the whole group. A zero is a float, not a code: a group that lies
-far from 0 loses nothing.
+far from 0 loses nothing. (`refine` rounds its last zero after the codes; choosing them once more changed no KL, docs/LOG.md.)
 
 Error: at most scale / 2 inside the range, plus 2^-11 |zero| for a group that is constant; scale is (hi - lo) / (levels - 1) to one part in 2^11, and
 never below 2^-24, float16's smallest number: groups whose step would be smaller (ranges below 1e-5 at 8 bits, 1e-6 at 4) lose accuracy.
@@ -44,9 +44,10 @@ def dequantize(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
 def refine(x: Tensor, dim: int, levels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Codes, scale and zero of groups along an axis: rounding and least squares in turn, from the group's range on.
 
-    x: float32, clamped to float16's range; `levels`: codes of each group, float32, broadcast to x with `dim` of size 1. Returns codes uint8 like
-    x, scale and zero float16 with `dim` of size 1. The last scale is not the one of least error, which shrinks the group by its noise, but the one that keeps its variance:
-    a key's noise adds to a score's spread, a shrunken key takes from its size, and the softmax feels both. The mean of the group is kept too.
+    x: float32, clamped to float16's range; `levels`: codes of each group, float32, broadcast to x with `dim` of size 1. Returns codes
+    uint8 like x, scale and zero float16 with `dim` of size 1. The last scale is not the one of least error, which shrinks the group by its
+    noise, but the one that keeps its variance: a key's noise adds to a score's spread, a shrunken key takes from its size, and the softmax
+    feels both. The mean of the group is kept too.
     """
     x, highest = x.clamp(-FLOAT16_MAX, FLOAT16_MAX), levels - 1
     mean = halving_mean(x, dim)

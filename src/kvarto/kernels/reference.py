@@ -49,7 +49,7 @@ def _attend_row(
     S = rule.page_tokens
     last_page = (position + T - 1) // S
     held = [(j, int(page)) for j, page in enumerate(pages.table[row, : last_page + 1].tolist()) if page >= 0]
-    partials = [Partial(q.new_zeros((T, Hq, pages.layout.geometry.v_dim)), q.new_full((T, Hq), -torch.inf))]
+    seen = Partial(q.new_zeros((T, Hq, pages.layout.geometry.v_dim)), q.new_full((T, Hq), -torch.inf))
     query_tokens = torch.arange(position, position + T, device=q.device)
     for i in range(0, len(held), _PAGES_AT_ONCE):
         numbers, ids = zip(*held[i : i + _PAGES_AT_ONCE], strict=True)
@@ -57,8 +57,8 @@ def _attend_row(
         visible = _visible(query_tokens, key_tokens, rule, raw=pages.raw)
         if visible.any():
             k, v = (_dense(pages, list(ids), side) for side in (Side.K, Side.V))
-            partials.append(_softmax(q, k, v, visible, scale, softcap))
-    return merge(partials)
+            seen = merge([seen, _softmax(q, k, v, visible, scale, softcap)])
+    return seen
 
 
 def _dense(pages: PageSet, ids: list[int], side: Side) -> Tensor:

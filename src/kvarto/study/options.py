@@ -105,7 +105,9 @@ def margins(kl_nats: float, perplexity_ratio: float, needle_loss: float) -> Marg
         return Margins(kl_nats=kl_nats, perplexity_ratio=perplexity_ratio, needle_loss=needle_loss)
     except ValidationError as error:
         first = error.errors()[0]
-        raise UsageError(f"margin {first['loc'][0]}", first["msg"].lower().removeprefix("input should be "), first["input"]) from None
+        raise UsageError(
+            f"margin {first['loc'][0]}", first["msg"].lower().removeprefix("input should be "), first["input"]
+        ) from None
 
 
 def candidates(options: StudyOptions) -> list[Policy]:

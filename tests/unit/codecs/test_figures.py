@@ -46,7 +46,9 @@ def test_distortion_of_a_gaussian(name: str, side: Side, expected_db: float) -> 
     assert signal_to_noise_db(name, side, gaussian()) == pytest.approx(expected_db, abs=0.2)
 
 
-@pytest.mark.parametrize(("sigma", "expected_db"), [(0.1, 31.5), (10.0, 31.5), (100.0, 31.5), (0.01, 24.95), (0.001, 5.0), (200.0, 22.1)])
+@pytest.mark.parametrize(
+    ("sigma", "expected_db"), [(0.1, 31.5), (10.0, 31.5), (100.0, 31.5), (0.01, 24.95), (0.001, 5.0), (200.0, 22.1)]
+)
 def test_fp8_does_not_care_about_scale_until_it_overflows_or_underflows(sigma: float, expected_db: float) -> None:
     assert signal_to_noise_db("fp8", Side.K, gaussian() * sigma) == pytest.approx(expected_db, abs=0.5)
     assert signal_to_noise_db("fp8-token", Side.K, gaussian() * sigma) == pytest.approx(31.5, abs=0.5)

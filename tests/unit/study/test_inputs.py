@@ -54,7 +54,9 @@ class Chat(Words):
 
 
 def documents(*words: int) -> list[Document]:
-    return [Document(f"d{i}", " ".join(str(j).translate(LETTERS) for j in range(count))) for i, count in enumerate(words)]
+    return [
+        Document(f"d{i}", " ".join(str(j).translate(LETTERS) for j in range(count))) for i, count in enumerate(words)
+    ]
 
 
 def test_passages_come_from_different_documents_where_there_are_enough():
