@@ -241,7 +241,9 @@ def study(
     ] = "",
     full: Annotated[
         bool,
-        typer.Option("--full/--quick", help="Quick: minutes, headline codecs. Full: every codec, longer text, hours."),
+        typer.Option(
+            "--full/--quick", help="Quick: minutes, headline codecs. Full: every codec, longer text, an hour or more."
+        ),
     ] = False,
     text: Annotated[
         str, typer.Option(help="Text to measure on: builtin, handbook, perl, a file or a folder.")

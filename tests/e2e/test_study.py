@@ -228,6 +228,7 @@ def small_study() -> StudyResult:
 
 
 @pytest.mark.model
+@pytest.mark.xdist_group("study")
 def test_the_obvious_4_bit_codec_fails_and_int8_passes():
     result = small_study()
     int8, naive = result.candidates
@@ -241,11 +242,13 @@ def test_the_obvious_4_bit_codec_fails_and_int8_passes():
 
 
 @pytest.mark.model
+@pytest.mark.xdist_group("study")
 def test_what_prefill_measures_is_what_decode_serves():
     assert all(arm.fidelity.path_difference < 2e-3 for arm in small_study().candidates)
 
 
 @pytest.mark.model
+@pytest.mark.xdist_group("study")
 def test_ctrl_c_writes_what_was_done_and_says_so(tmp_path):
     command = [
         sys.executable,
@@ -273,6 +276,7 @@ def test_ctrl_c_writes_what_was_done_and_says_so(tmp_path):
 
 
 @pytest.mark.model
+@pytest.mark.xdist_group("study")
 @pytest.mark.browser
 @pytest.mark.parametrize("width", [1280, 420])
 def test_the_report_in_a_browser(width, tmp_path):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvarto import stats
-from kvarto.errors import NotFinite
+from kvarto.errors import NotFinite, Unsupported
 from kvarto.study.arms import Arm, feed
 from kvarto.study.passages import Passage
 from kvarto.study.result import DocumentSums, Fidelity, Interval
@@ -72,7 +72,7 @@ class FidelityStage:
     def __init__(self, baseline: Arm, others: Sequence[Arm], passages: Sequence[Passage]) -> None:
         self.baseline, self.others, self.passages = baseline, others, passages
         self._sums: dict[tuple[str, str], DocumentSums] = {}
-        self._path: dict[str, float] = {}
+        self._path: dict[str, float | None] = {}
         self._readings: dict[str, _Reading] = {}
         self._base = torch.empty(0)
 
@@ -112,10 +112,16 @@ class FidelityStage:
         logits = feed(arm, self._readings[arm.name].cache, passage.tokens[window], scored=scored)
         return logits.float().log_softmax(dim=-1).cpu()
 
-    def _decode(self, arm: Arm, passage: Passage, prefilled: Tensor) -> float:
-        """Take the last tokens back, decode them one by one, and compare with the prefill: max |log-probability difference|."""
+    def _decode(self, arm: Arm, passage: Passage, prefilled: Tensor) -> float | None:
+        """Take the last tokens back, decode them one by one, and compare with the prefill: max |log-probability difference|.
+
+        None where tokens cannot be taken back (a recurrent state).
+        """
         cache = self._readings[arm.name].cache
-        cache.crop(-DECODED_TOKENS)
+        try:
+            cache.crop(-DECODED_TOKENS)
+        except Unsupported:
+            return None
         tokens = passage.tokens[-1 - DECODED_TOKENS : -1]
         decoded = torch.cat([feed(arm, cache, [token]) for token in tokens]).float().log_softmax(dim=-1).cpu()
         return float((decoded - prefilled[-DECODED_TOKENS:]).abs().max())
@@ -146,12 +152,6 @@ def summarize(documents: Sequence[DocumentSums], path_difference: float | None =
         perplexity_ratio=ratio.model_copy(update={name: _exp(x) for name, x in ratio.model_dump().items()}),
         path_difference=path_difference,
     )
-
-
-def baseline_perplexity(fidelity: Fidelity) -> float:
-    """The baseline's perplexity on the documents of another arm's result."""
-    positions = sum(document.positions for document in fidelity.documents)
-    return math.exp(sum(document.baseline_nll_nats for document in fidelity.documents) / positions)
 
 
 def _exp(x: float | None) -> float | None:

@@ -7,7 +7,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from kvarto.study import render, svg
-from kvarto.study.result import ArmResult, Interval, StudyResult
+from kvarto.study.result import ArmResult, Interval, StudyResult, baseline_perplexity
 
 _MARK = {"pass": "✓", "fail": "✗", "inconclusive": "?", "reported": "·"}
 
@@ -33,6 +33,7 @@ def html(result: StudyResult) -> str:
     )
     return environment.get_template("report.html.j2").render(
         result=result,
+        base_perplexity=_base_perplexity(result),
         scatter=svg.bits_against_kl(result),
         heatmaps=_heatmaps(result),
         bars=[svg.speed_bars(result, decode=True), svg.speed_bars(result, decode=False)],
@@ -53,6 +54,11 @@ def _heatmaps(result: StudyResult) -> list[dict[str, Any]]:
         for arm in result.candidates
         if arm.needles and base.needles
     ]
+
+
+def _base_perplexity(result: StudyResult) -> float | None:
+    read = next((arm.fidelity for arm in result.arms if arm.fidelity is not None), None)
+    return baseline_perplexity(read.documents) if read else None
 
 
 def _percent(share: Interval) -> Interval:

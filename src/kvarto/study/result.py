@@ -6,6 +6,8 @@ names; log-probabilities are natural, KL in nats. Raise SCHEMA_VERSION when a fi
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -65,6 +67,11 @@ class DocumentSums(Record):
     top1_matches: int
     nll_nats: float
     baseline_nll_nats: float
+
+
+def baseline_perplexity(documents: Sequence[DocumentSums]) -> float:
+    """The baseline's perplexity on the positions that another arm was scored at."""
+    return math.exp(sum(each.baseline_nll_nats for each in documents) / sum(each.positions for each in documents))
 
 
 class Fidelity(Record):

@@ -259,6 +259,6 @@ def test_supports() -> None:
 
 def test_supports_says_how_to_get_numba(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = make("int8", SMALL, [64], [1])
-    monkeypatch.setattr("kvarto.kernels.numba.available", lambda _package: False)
+    monkeypatch.setattr("kvarto.kernels.numba.why_unavailable", lambda _package: "it is not installed")
     support = NumbaKernel().supports(batch.pages.layout, batch.pages.k, batch.pages.v, "cpu")
     assert "pip install" in str(support.reason)
