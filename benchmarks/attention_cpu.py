@@ -1,6 +1,7 @@
 """Attention over a packed cache against torch SDPA over a dense one, on this CPU: `python benchmarks/attention_cpu.py [--quick] [--out FILE]`.
 
-Llama-3-8B geometry (Hq 32, Hkv 8, D 128). A step of ours is the kernel calls of one layer, on packed pages and the open page, and their merge; neither side stores the new token.
+Llama-3-8B geometry (Hq 32, Hkv 8, D 128). A step of ours is the kernel calls of one layer (packed pages, open page)
+and their merge; neither side stores the new token.
 SDPA is given its best case: the same tokens in one dense tensor per side, its heads passed both ways (`enable_gqa`, and the R heads of a group as R
 queries), the faster one counts. All contenders run in turn in every repeat, over so many layers that no cache holds the data; ratios are taken
 within a repeat. Bytes that the process holds are measured in a process of its own for each format.
