@@ -114,8 +114,9 @@ def smallest_loss_seen(pairs: int, alpha: float = ALPHA) -> float | None:
 def pairs_needed(losses: int, gains: int, pairs: int, margin: float, alpha: float = ALPHA) -> int | None:
     """Pairs in all that would decide whether the loss rate is below `margin`, if the rates stayed as seen; None if none would.
 
-    Below the margin: the n at which the upper bound of losses / n falls below it. Above: the n at which `mcnemar` calls the loss
-    significant. Losses are rounded up and gains down, so the first errs on the long side.
+    Below the margin: an n at which the upper bound of losses / n is below it. Above: an n at which `mcnemar` calls the loss significant.
+    Losses are rounded up and gains down. Counts are whole, so both conditions flicker near their edge: the n decides, but a somewhat
+    smaller one may too.
     """
     lost, gained = losses / pairs, gains / pairs
     if lost < margin:

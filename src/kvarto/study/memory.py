@@ -48,7 +48,7 @@ def measure_growth(order: Order) -> list[int | None]:
     """Bytes of resident memory that each cache adds to a process; None where it cannot be measured."""
     if not hasattr(os, "fork"):
         return [None] * len(order.formats)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     message = json.dumps(dataclasses.asdict(order) | {"folder": str(order.folder)})
     try:
         done = subprocess.run(
