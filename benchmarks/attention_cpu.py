@@ -28,7 +28,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 from kvarto.binding import BoundCodec
 from kvarto.cache.slab import PageStore
 from kvarto.formats import parse_format
-from kvarto.kernels.base import PageSet, Partial, Queries, Rule, merge
+from kvarto.kernels.base import PageSet, Partial, Queries, Rule
 from kvarto.kernels.numba import NumbaKernel
 from kvarto.layout import Geometry, Side
 from measure import Neighbours, Samples, bandwidth, interleave, last_level_cache_bytes, machine, ratios
@@ -88,7 +88,7 @@ def packed_step(packed: PageSet, open_pages: PageSet, queries: Queries) -> Calla
     kernel, rule = NumbaKernel(), Rule(S)
 
     def step() -> Partial:
-        return merge([kernel.attend(queries, pages, rule, scale=SCALE, softcap=None) for pages in (open_pages, packed)])
+        return kernel.attend(queries, [open_pages, packed], rule, scale=SCALE, softcap=None)
 
     return step
 
@@ -105,7 +105,7 @@ def decode_contenders(
     pattern: Pattern, formats: Iterable[str], tokens: int, rows: int, layers: int
 ) -> dict[str, list[Callable[[], Any]]]:
     q = torch.randn(rows, HQ, D)
-    queries = Queries(q, torch.arange(rows + 1).int(), torch.full((rows,), tokens + OPEN_TOKENS - 1).int())
+    queries = Queries(q, torch.arange(rows + 1).int(), torch.full((rows,), tokens + OPEN_TOKENS - 1).int(), 1)
     open_pages = open_page_set(pattern, tokens // S, 1, rows)
     contenders: dict[str, list[Callable[[], Any]]] = {}
     for text in formats:
@@ -127,7 +127,7 @@ def prefill_contenders(
     pattern: Pattern, formats: Iterable[str], chunk: int, history: int
 ) -> dict[str, list[Callable[[], Any]]]:
     q = torch.randn(chunk, HQ, D)
-    queries = Queries(q, torch.tensor([0, chunk]).int(), torch.tensor([history]).int())
+    queries = Queries(q, torch.tensor([0, chunk]).int(), torch.tensor([history]).int(), chunk)
     open_pages = open_page_set(pattern, history // S, chunk // S, 1)
     contenders: dict[str, list[Callable[[], Any]]] = {
         text: [packed_step(pattern.pages(text, raw=False, count=(history + chunk) // S, rows=1), open_pages, queries)]
@@ -155,7 +155,7 @@ def check(pattern: Pattern, text: str, tokens: int) -> float:
     )
     q = torch.randn(1, HQ, D)
     got = packed_step(
-        packed, open_pages, Queries(q, torch.tensor([0, 1]).int(), torch.tensor([tokens + OPEN_TOKENS - 1]).int())
+        packed, open_pages, Queries(q, torch.tensor([0, 1]).int(), torch.tensor([tokens + OPEN_TOKENS - 1]).int(), 1)
     )()
     sides = []
     for side in Side:

@@ -13,6 +13,7 @@ from kvarto.kernels.base import Kernel, SlabReader
 from kvarto.kernels.numba import NumbaKernel
 from kvarto.kernels.reference import ReferenceKernel
 from kvarto.layout import PageLayout, SlabLayout
+from kvarto.tile import Tile
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,6 +53,11 @@ class BoundCodec:
     def numba(self) -> Any | None:
         """The compiled tile reader, or None if the codec has none. Compiled once in a process."""
         return _compiled_reader(self.codec, self.layout)
+
+    @property
+    def tile(self) -> Tile | None:
+        """See `Codec.tile`."""
+        return self.codec.tile(self.layout)
 
 
 @cache

@@ -54,13 +54,15 @@ def require(package: str) -> Any:
 
 
 class _Lazy:
-    """A module that is imported when its first attribute is read."""
+    """A module that is imported when its first attribute is read. An attribute is looked up once: a decode step reads dozens."""
 
     def __init__(self, package: str) -> None:
         self._package = package
 
     def __getattr__(self, attribute: str) -> Any:
-        return getattr(require(self._package), attribute)
+        value = getattr(require(self._package), attribute)
+        setattr(self, attribute, value)
+        return value
 
 
 if not TYPE_CHECKING:

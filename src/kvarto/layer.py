@@ -1,32 +1,38 @@
-"""One layer of the cache: its pages, its sequences, and the two things done with them.
+"""One layer of the cache: the two things done with its pages.
 
     append    new tokens go raw into the open page; a page that fills is sealed: encoded once, from raw values
     attend    the queries of those tokens read packed and raw pages by the rule of kernels/base.py
 
-Each sequence has a list of sealed page ids and a few raw pages: the sinks, the recent window, the open page, and the last sealed page, whose raw
-values wait until the next page seals so that tokens can be taken back over one page boundary (`crop`).
+Which pages there are, sequences.py knows. A decode step in which no page fills waits for the device nowhere, and sends it nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from kvarto.binding import BoundCodec, choose_kernel
+from kvarto.cache.finite import FiniteCheck
 from kvarto.cache.slab import PageStore
-from kvarto.errors import NotFinite, ShapeError, Unsupported, UsageError
+from kvarto.cache.tables import Cursor, send
+from kvarto.errors import ShapeError, Unsupported, UsageError
 from kvarto.formats import Format, raw_format
 from kvarto.jit import torch
-from kvarto.kernels.base import Kernel, PageSet, Queries, Rule, merge
+from kvarto.kernels.base import PageSet, Partial, Queries, Rule, merge
 from kvarto.layout import Geometry, Side
 from kvarto.page import CodecId, Page
+from kvarto.sequences import Row, Sequences
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 # Numbers that are encoded at once: what fits a core's own cache. Four times more takes twice as long for each (docs/LOG.md).
-_SEAL_ELEMENTS = 1 << 17
+_SEAL_ELEMENTS_CPU = 1 << 17
+# Elsewhere few operations count, and 64 MB in float32.
+_SEAL_ELEMENTS = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -59,22 +65,15 @@ class Footprint:
         )
 
 
-@dataclass
-class _Row:
-    """One sequence of one layer. `packed[j]` is the id of sealed page j, or -1 if it is a sink or has left the sliding window."""
-
-    length: int = 0
-    packed: list[int] = field(default_factory=list)
-    raw: dict[int, int] = field(default_factory=dict)
-
-
 @dataclass(frozen=True)
 class _Pending:
-    """Tokens that were appended and have not attended yet: how many of each sequence, columns T, which of them are valid (None: all)."""
+    """Tokens that were appended and have not attended yet: T columns, which of them are valid (None: all), and `Queries` but for q."""
 
-    counts: list[int]
     columns: int
     valid: Tensor | None
+    start: Tensor
+    position: Tensor
+    longest: int
 
 
 class OpenPages:
@@ -97,141 +96,146 @@ class OpenPages:
 
 
 class LayerKV:
-    """One layer of a PagedKV: its pages and its sequences."""
+    """One layer of a PagedKV, `index` in messages: its pages and its sequences."""
 
     def __init__(
-        self, spec: LayerSpec, chosen: Format, open_pages: OpenPages, *, device: torch.device, kernel: str | None = None
+        self,
+        spec: LayerSpec,
+        chosen: Format,
+        open_pages: OpenPages,
+        *,
+        device: torch.device,
+        kernel: str | None = None,
+        index: int = 0,
     ) -> None:
-        self.spec, self.format, self.dtype = spec, chosen, open_pages.dtype
+        self.spec, self.format, self.dtype, self.device = spec, chosen, open_pages.dtype, device
         geometry = spec.geometry
         self.layout = chosen.layout(geometry)
         self.k, self.v = BoundCodec(chosen.k, self.layout.k), BoundCodec(chosen.v, self.layout.v)
         raw = open_pages.format
         self.raw_layout = raw.layout(geometry)
         self.raw_k, self.raw_v = BoundCodec(raw.k, self.raw_layout.k), BoundCodec(raw.v, self.raw_layout.v)
-        tokens = geometry.page_tokens
-        for name, raw_tokens in (("sink", chosen.sink_tokens), ("window", chosen.window_tokens)):
-            if raw_tokens % tokens:
-                raise UsageError(
-                    f"{name} of {chosen}", f"a multiple of this cache's pages of {tokens} tokens", raw_tokens
-                )
-        self.rule = Rule(tokens, chosen.sink_tokens // tokens, chosen.window_tokens // tokens, spec.sliding_tokens)
+        self.rule = _rule(spec, chosen)
         self.kernel = choose_kernel(kernel, self.layout, self.k, self.v, device.type)
         self.raw_kernel = choose_kernel(kernel, self.raw_layout, self.raw_k, self.raw_v, device.type)
         self.sealed = PageStore(self.layout.nbytes, device)
         self.open = open_pages.store(self.raw_layout.nbytes)
-        self.rows: list[_Row] = []
-        self.saturated_elements = 0
+        self.sequences = Sequences(self.rule, self.sealed, self.open, device)
+        self.finite = FiniteCheck(index, device)
+        self._cursor = Cursor(self.rule.page_tokens, device)
+        self._counts: list[int] = []
+        self._start = send(np.zeros(1, np.int32), device)
+        self._saturated: int | Tensor = 0
         self._pending: _Pending | None = None
+
+    @property
+    def rows(self) -> list[Row]:
+        """The books of the sequences held."""
+        return self.sequences.rows
 
     # ---- tokens in -------------------------------------------------------------------------------------------------
 
     def append(self, k: Tensor, v: Tensor, valid: Tensor | None = None) -> None:
         """k [B, Hkv, T, Dk], v [B, Hkv, T, Dv] in the layer's dtype; valid bool [B, T], False for padding, which is not stored.
 
-        Raises ShapeError or NotFinite; then nothing has been stored.
+        Raises ShapeError or OutOfPages, and on the CPU NotFinite; then nothing has been stored. On other devices NaN and infinity are noted, and
+        `check` raises.
         """
-        self._check(k, v, valid)
+        self._check_shapes(k, v, valid)
         B, _, T, _ = k.shape
-        if valid is not None and bool(valid.all()):
+        counts: list[int] = [T] * B if valid is None else valid.sum(dim=1).tolist()
+        if valid is not None and min(counts) == T:
             valid = None
-        counts = [T] * B if valid is None else valid.sum(dim=1).tolist()
-        tokens_k, tokens_v = (_ragged(x.transpose(1, 2), valid) for x in (k, v))
-        self._check_finite(tokens_k, "keys")
-        self._check_finite(tokens_v, "values")
+        tokens_k, tokens_v = _ragged(k, valid), _ragged(v, valid)
+        self.finite.see(tokens_k, tokens_v)
+        single = T == 1 and valid is None
+        if not (single and self._cursor.room):
+            self.sequences.require(counts)
         if not self.rows:
-            self.rows = [_Row() for _ in range(B)]
-        pages, slots = self._open_slots(counts)
-        raw_k, raw_v = self._raw_views()
-        raw_k[pages, :, slots] = tokens_k
-        raw_v[pages, :, :, slots] = tokens_v
-        for row, count in zip(self.rows, counts, strict=True):
-            row.length += count
-        self._seal_full_pages()
-        self._pending = _Pending(counts, T, valid)
+            self.sequences.begin(B)
+        position = self._write_one(tokens_k, tokens_v) if single else self._write(tokens_k, tokens_v, counts)
+        if not self._cursor.room:
+            self._seal_full_pages()
+        self._pending = _Pending(T, valid, self._starts(counts), position, max(counts))
 
-    def _check(self, k: Tensor, v: Tensor, valid: Tensor | None) -> None:
+    def _check_shapes(self, k: Tensor, v: Tensor, valid: Tensor | None) -> None:
         geometry = self.spec.geometry
+        B, T = len(self.rows) or k.shape[0], k.shape[2]
         for name, x, dim in (("k", k, geometry.k_dim), ("v", v, geometry.v_dim)):
-            rows = len(self.rows) or x.shape[0]
-            expected = (rows, geometry.heads, k.shape[2], dim)
-            if tuple(x.shape) != expected:
-                raise ShapeError(name, f"[B, Hkv, T, D] = {expected}", tuple(x.shape))
+            if x.shape != (B, geometry.heads, T, dim):
+                raise ShapeError(name, f"[B, Hkv, T, D] = {(B, geometry.heads, T, dim)}", tuple(x.shape))
             if x.dtype != self.dtype:
-                raise ShapeError(
-                    name,
-                    f"the dtype of this cache, {self.dtype}",
-                    x.dtype,
-                    "convert it, or make the cache with that dtype",
-                )
-        columns = (k.shape[0], k.shape[2])
-        if valid is not None and (valid.dtype != torch.bool or tuple(valid.shape) != columns):
-            raise ShapeError("valid", f"bool [B, T] = {columns}", f"{valid.dtype} {tuple(valid.shape)}")
-        if k.shape[0] == 0:
+                remedy = "convert it, or make the cache with that dtype"
+                raise ShapeError(name, f"the dtype of this cache, {self.dtype}", x.dtype, remedy)
+        if valid is not None and (valid.dtype != torch.bool or valid.shape != (B, T)):
+            raise ShapeError("valid", f"bool [B, T] = {(B, T)}", f"{valid.dtype} {tuple(valid.shape)}")
+        if B == 0:
             raise ShapeError("k", "at least one sequence", tuple(k.shape))
 
-    def _check_finite(self, tokens: Tensor, side: str) -> None:
-        if not bool(torch.isfinite(tokens).all()):
-            bad = int((~torch.isfinite(tokens)).sum())
-            raise NotFinite(
-                f"{side}: expected finite values, got {bad} of {tokens.numel()} NaN or infinite; check the model's weights and dtype"
-            )
+    def _write_one(self, k: Tensor, v: Tensor) -> Tensor:
+        """One token of each sequence, k [B, Hkv, Dk], v [B, Hkv, Dv]. Returns its place in the sequence, int32 [B]."""
+        cursor = self._cursor
+        if not cursor.room:
+            cursor.place(self.sequences.open_pages(), [row.length for row in self.rows])
+        pages, slots, position = cursor.next
+        self._store(k, v, pages, slots)
+        self.sequences.grow([1] * len(self.rows))
+        cursor.move()
+        return position
 
-    def _open_slots(self, counts: list[int]) -> tuple[Tensor, Tensor]:
-        """Raw page id and slot of each new token, int64 [sum(counts)], taking and un-sharing pages as needed."""
-        S, device = self.rule.page_tokens, self.open.pages.device
-        pages, slots = [], []
-        for row, count in zip(self.rows, counts, strict=True):
-            tokens = torch.arange(row.length, row.length + count, device=device)
-            first, end = row.length // S, self.spec.geometry.pages_for(row.length + count)
-            ids = torch.tensor(
-                [self._writable(row, page) for page in range(first, end if count else first)], device=device
-            )
-            pages.append(ids[tokens // S - first] if count else tokens)
-            slots.append(tokens % S)
-        return torch.cat(pages), torch.cat(slots)
+    def _write(self, k: Tensor, v: Tensor, counts: list[int]) -> Tensor:
+        """counts[b] tokens of sequence b, k [tokens, Hkv, Dk], v [tokens, Hkv, Dv]. Returns the places of the first ones, int32 [B]."""
+        self._cursor.lose()
+        position = send(np.array([row.length for row in self.rows], np.int32), self.device)
+        places = send(self.sequences.places(counts), self.device)
+        self._store(k, v, places[0], places[1])
+        self.sequences.grow(counts)
+        return position
 
-    def _writable(self, row: _Row, page: int) -> int:
-        """The raw page that `row` may write to: a new one, its own, or its own copy of one that others hold too."""
-        if page not in row.raw:
-            row.raw[page] = self.open.take(1)[0]
-        elif self.open.pool.holders(row.raw[page]) > 1:
-            shared = row.raw[page]
-            row.raw[page] = self.open.copy(shared)
-            self.open.pool.release(shared)
-        return row.raw[page]
+    def _store(self, k: Tensor, v: Tensor, pages: Tensor, slots: Tensor) -> None:
+        """Tokens k [tokens, Hkv, Dk], v [tokens, Hkv, Dv] into raw pages and slots, int64 [tokens]."""
+        raw_k, raw_v = self.open.view(self.spec.geometry, self._raw_views)
+        raw_k.index_put_((pages, slots), k)
+        raw_v.index_put_((pages, slots), v)
 
-    def _raw_views(self) -> tuple[Tensor, Tensor]:
-        """The open pages as numbers: K [P, Hkv, S, Dk] and V [P, Hkv, Dv, S] of the layer's dtype, sharing memory with the store."""
-        views = []
-        for side in (Side.K, Side.V):
-            first, end = self.raw_layout.slab_range(side)
-            slabs = self.open.pages.view(-1, self.spec.geometry.heads, self.raw_layout.pair_nbytes)[..., first:end]
-            views.append(slabs.view(self.dtype).unflatten(-1, self.raw_layout.slab(side).tile_shape))
+    def _raw_views(self, pages: Tensor) -> tuple[Tensor, Tensor]:
+        """Raw pages as numbers of the layer's dtype, K [P, S, Hkv, Dk] and V [P, S, Hkv, Dv], sharing their memory."""
+        numbers, views = pages.view(self.dtype), []
+        S, heads, size = self.rule.page_tokens, self.spec.geometry.heads, self.dtype.itemsize
+        page, pair = numbers.stride(0), self.raw_layout.pair_nbytes // size
+        for side, dim in ((Side.K, self.spec.geometry.k_dim), (Side.V, self.spec.geometry.v_dim)):
+            first, _ = self.raw_layout.slab_range(side)
+            within = (dim, pair, 1) if side is Side.K else (1, pair, S)
+            views.append(numbers.as_strided((len(numbers), S, heads, dim), (page, *within), first // size))
         return views[0], views[1]
 
-    def _seal_full_pages(self) -> None:
-        """Encode every page that is full and not yet sealed; sinks are never encoded."""
-        due: list[tuple[_Row, int]] = []
-        for row in self.rows:
-            full = row.length // self.rule.page_tokens
-            for page in range(len(row.packed), full):
-                row.packed.append(-1)
-                if page >= self.rule.sink_pages:
-                    due.append((row, page))
-        at_once = max(1, _SEAL_ELEMENTS // (self.spec.geometry.elements_per_token * self.rule.page_tokens))
-        for i in range(0, len(due), at_once):
-            self._seal(due[i : i + at_once])
+    def _starts(self, counts: list[int]) -> Tensor:
+        """`Queries.start`, kept while counts stay the same."""
+        if counts != self._counts:
+            self._counts, self._start = counts, send(np.cumsum([0, *counts], dtype=np.int32), self.device)
+        return self._start
 
-    def _seal(self, due: list[tuple[_Row, int]]) -> None:
-        raw_k, raw_v = self._raw_views()
-        raw_ids = torch.tensor([row.raw[page] for row, page in due], device=raw_k.device)
-        k, v = raw_k[raw_ids].float(), raw_v[raw_ids].float().transpose(-1, -2)
-        self.saturated_elements += self.k.saturated(k) + self.v.saturated(v)
-        ids = self.sealed.take(len(due))
-        self.sealed.put(ids, torch.cat([self.k.encode(k), self.v.encode(v)], dim=-1).flatten(1))
-        for (row, page), sealed_id in zip(due, ids, strict=True):
-            row.packed[page] = sealed_id
+    def _seal_full_pages(self) -> None:
+        """Seal every page that is full and not yet sealed."""
+        due = self.sequences.full_pages()
+        sealed_ids = self.sealed.take(len(due))
+        if due:
+            self._seal([self.rows[row].raw[page] for row, page in due], sealed_ids)
+            self.finite.due = self.finite.deferred
+        self.sequences.seal(due, sealed_ids)
+
+    def _seal(self, raw_ids: Sequence[int], sealed_ids: Sequence[int]) -> None:
+        """Encode pages of the raw store into the sealed one. All that sealing does to bytes is here, so that a GPU's sealer may take its place."""
+        raw_k, raw_v = self.open.view(self.spec.geometry, self._raw_views)
+        elements = _SEAL_ELEMENTS_CPU if self.device.type == "cpu" else _SEAL_ELEMENTS
+        at_once = max(1, elements // (self.spec.geometry.elements_per_token * self.rule.page_tokens))
+        for i in range(0, len(raw_ids), at_once):
+            ids = self.open.index(raw_ids[i : i + at_once])
+            k = raw_k.transpose(1, 2)[ids].float()
+            v = raw_v.permute(0, 2, 3, 1)[ids].float().transpose(-1, -2)
+            self._saturated = self._saturated + self.k.saturated(k) + self.v.saturated(v)
+            pages = torch.cat([self.k.encode(k), self.v.encode(v)], dim=-1).flatten(1)
+            self.sealed.put(sealed_ids[i : i + at_once], pages)
 
     # ---- queries ---------------------------------------------------------------------------------------------------
 
@@ -240,152 +244,91 @@ class LayerKV:
 
         scale multiplies q.k; softcap and sinks (float [Hq]) as in kernels/base.py. Raw pages that no later query may read are let go.
         """
-        pending, geometry = self._take_pending(q), self.spec.geometry
-        B, Hq, T, _ = q.shape
-        counts, valid = pending.counts, pending.valid
-        device = q.device
-        start = torch.tensor([0, *counts], device=device).cumsum(0).int()
-        position = torch.tensor(
-            [row.length - n for row, n in zip(self.rows, counts, strict=True)], dtype=torch.int32, device=device
-        )
-        queries = Queries(_ragged(q.transpose(1, 2), valid).float(), start, position)
-        partials = [
-            kernel.attend(queries, pages, self.rule, scale=scale, softcap=softcap)
-            for kernel, pages in self._page_sets(device)
-        ]
-        merged = merge(partials, sinks).out.to(q.dtype)
-        self._release_unreadable()
-        if valid is None:
-            return merged.view(B, T, Hq, geometry.v_dim).transpose(1, 2)
-        out = merged.new_zeros((B, T, Hq, geometry.v_dim))
-        out[valid] = merged
+        pending, (B, Hq, T, _) = self._take_pending(q), q.shape
+        queries = Queries(_ragged(q, pending.valid), pending.start, pending.position, pending.longest)
+        merged = self._attend(queries, scale, softcap, sinks).out.to(q.dtype)
+        self.sequences.release_unreadable()
+        if T == 1 and pending.valid is None:
+            return merged.unsqueeze(2)
+        shape = (B, T, Hq, self.spec.geometry.v_dim)
+        if pending.valid is None:
+            return merged.view(shape).transpose(1, 2)
+        out = merged.new_zeros(shape)
+        out[pending.valid] = merged
         return out.transpose(1, 2)
 
     def _take_pending(self, q: Tensor) -> _Pending:
         """What was appended and now attends, once. Raises ShapeError when q is not the queries of just that."""
-        pending, geometry = self._pending, self.spec.geometry
+        pending, geometry, expected_rows = self._pending, self.spec.geometry, len(self.rows)
         if pending is None:
             raise UsageError(
                 "attend", "an append of the same tokens just before", "none", "append k and v, then attend with their q"
             )
         B, Hq, T, Dk = q.shape
-        if (B, T, Dk) != (len(pending.counts), pending.columns, geometry.k_dim) or Hq == 0 or Hq % geometry.heads:
-            shape = f"[{len(pending.counts)}, a multiple of {geometry.heads}, {pending.columns}, {geometry.k_dim}]"
+        if (B, T, Dk) != (expected_rows, pending.columns, geometry.k_dim) or Hq == 0 or Hq % geometry.heads:
+            shape = f"[{expected_rows}, a multiple of {geometry.heads}, {pending.columns}, {geometry.k_dim}]"
             raise ShapeError("q", f"[B, Hq, T, Dk] = {shape}", tuple(q.shape))
         self._pending = None
         return pending
 
-    def _page_sets(self, device: torch.device) -> list[tuple[Kernel, PageSet]]:
-        """The raw pages, and the packed ones if there are any."""
-        width = max((self.spec.geometry.pages_for(row.length) for row in self.rows), default=0)
-        raw = [[row.raw.get(page, -1) for page in range(width)] for row in self.rows]
-        sets = [
-            (
-                self.raw_kernel,
-                PageSet(self.open.pages, _table(raw, device), self.raw_layout, self.raw_k, self.raw_v, raw=True),
-            )
+    def _attend(self, queries: Queries, scale: float, softcap: float | None, sinks: Tensor | None) -> Partial:
+        """In one call of one kernel, unless raw and packed pages need different ones."""
+        books = self.sequences
+        raw = PageSet(self.open.pages, books.raw_table.tensor, self.raw_layout, self.raw_k, self.raw_v, raw=True)
+        packed = PageSet(self.sealed.pages, books.packed_table.tensor, self.layout, self.k, self.v, raw=False)
+        sets = [raw, packed] if self.sealed.pool.used_pages else [raw]
+        if len(sets) == 1 or self.kernel.name == self.raw_kernel.name:
+            return self.raw_kernel.attend(queries, sets, self.rule, scale=scale, softcap=softcap, sinks=sinks)
+        partials = [
+            kernel.attend(queries, [pages], self.rule, scale=scale, softcap=softcap)
+            for kernel, pages in zip((self.raw_kernel, self.kernel), sets, strict=True)
         ]
-        if any(page >= 0 for row in self.rows for page in row.packed):
-            packed = [row.packed + [-1] * (width - len(row.packed)) for row in self.rows]
-            sets.append(
-                (
-                    self.kernel,
-                    PageSet(self.sealed.pages, _table(packed, device), self.layout, self.k, self.v, raw=False),
-                )
-            )
-        return sets
-
-    def _release_unreadable(self) -> None:
-        """Let go of raw pages that no query to come, nor one after a crop, may read, and of pages behind the sliding window."""
-        S = self.rule.page_tokens
-        for row in self.rows:
-            reachable = row.length // S - 1
-            for page in [page for page in row.raw if self.rule.sink_pages <= page < reachable - self.rule.window_pages]:
-                self.open.pool.release(row.raw.pop(page))
-            if self.rule.sliding_tokens is not None:
-                first_token = max(0, reachable * S - self.rule.sliding_tokens + 1)
-                self._drop(row, range(min(first_token // S, len(row.packed))))
-
-    def _drop(self, row: _Row, pages: Sequence[int]) -> None:
-        for page in pages:
-            if row.packed[page] >= 0:
-                self.sealed.pool.release(row.packed[page])
-                row.packed[page] = -1
-            if page in row.raw:
-                self.open.pool.release(row.raw.pop(page))
+        return merge(partials, sinks)
 
     # ---- sequences -------------------------------------------------------------------------------------------------
 
     def why_not_crop(self, tokens: int) -> str | None:
         """Why the last `tokens` tokens cannot be taken back, or None if they can."""
-        for row in self.rows:
-            if row.length < tokens:
-                return f"only {row.length} tokens are held"
-            if missing := self._missing(row, row.length - tokens):
-                sealed = row.packed[missing[0]] >= 0
-                gone = (
-                    "is sealed and its raw values are gone"
-                    if sealed
-                    else "was let go of, it lay behind the sliding window"
-                )
-                return f"page {missing[0]} {gone}"
-        return None
-
-    def _missing(self, row: _Row, length: int) -> list[int]:
-        """The pages that a query at position `length` reads by the rule and that are not held in the form it wants."""
-        query_page, sliding = length // self.rule.page_tokens, self.rule.sliding_tokens
-        first = 0 if sliding is None else max(0, length - sliding + 1) // self.rule.page_tokens
-        return [
-            page
-            for page in range(first, self.spec.geometry.pages_for(length))
-            if (page not in row.raw if self.rule.reads_raw(page, query_page) else row.packed[page] < 0)
-        ]
+        return self.sequences.why_not_crop(tokens)
 
     def crop(self, tokens: int) -> None:
         """Take back the last `tokens` tokens of every sequence; only where `why_not_crop` gives no reason."""
-        self._pending = None
-        for row in self.rows:
-            row.length -= tokens
-            full = row.length // self.rule.page_tokens
-            for page in row.packed[full:]:
-                if page >= 0:
-                    self.sealed.pool.release(page)
-            del row.packed[full:]
-            for page in [page for page in row.raw if page >= self.spec.geometry.pages_for(row.length)]:
-                self.open.pool.release(row.raw.pop(page))
+        self._forget_position()
+        self.sequences.crop(tokens)
 
     def reorder(self, rows: Sequence[int]) -> None:
         """Sequence i becomes a copy of what was sequence rows[i]; pages are shared, an open one until it is written to."""
-        if wrong := [i for i in rows if not 0 <= i < len(self.rows)]:
-            raise UsageError("rows", f"sequences 0 to {len(self.rows) - 1}", wrong[0])
-        old, self._pending = self.rows, None
-        self.rows = [_Row(old[i].length, list(old[i].packed), dict(old[i].raw)) for i in rows]
-        for row in self.rows:
-            self._hold(row, self.sealed.pool.share, self.open.pool.share)
-        for row in old:
-            self._hold(row, self.sealed.pool.release, self.open.pool.release)
+        self._forget_position()
+        self.sequences.reorder(rows)
 
     def clear(self) -> None:
         """Forget every sequence."""
         self.reorder([])
+        self.finite.forget()
 
-    @staticmethod
-    def _hold(row: _Row, sealed: Any, raw: Any) -> None:
-        for page in row.packed:
-            if page >= 0:
-                sealed(page)
-        for page in row.raw.values():
-            raw(page)
+    def _forget_position(self) -> None:
+        self._pending = None
+        self._cursor.lose()
 
     # ---- reports ---------------------------------------------------------------------------------------------------
 
+    def check(self) -> None:
+        """Raise NotFinite if keys or values were not finite; it stays so until `clear`. Waits for the device; on the CPU `append` has raised."""
+        self.finite.check()
+
+    @property
+    def saturated_elements(self) -> int:
+        """Elements that were beyond their codec's range when their page was sealed, ever. Waits for the device."""
+        return int(self._saturated)
+
     def sealed_page(self, row: int, page: int) -> Page:
-        """Page `page` of sequence `row` as it would leave the process. Raises Unsupported if it is not sealed here."""
+        """Page `page` of sequence `row` as it would leave the process. Raises Unsupported if it is not sealed here, NotFinite as `check`."""
         packed = self.rows[row].packed
         if page >= len(packed) or packed[page] < 0:
             raise Unsupported(
                 f"page {page} of sequence {row} is not sealed; it is open, a sink, or behind the sliding window"
             )
+        self.check()
         ids = [CodecId(codec.name, codec.version) for codec in (self.format.k, self.format.v)]
         return Page(ids[0], ids[1], self.spec.geometry, self.sealed.pages[packed[page]].cpu().numpy().tobytes())
 
@@ -400,10 +343,17 @@ class LayerKV:
         )
 
 
+def _rule(spec: LayerSpec, chosen: Format) -> Rule:
+    """Raises UsageError if sink and window of a format are not whole pages."""
+    tokens = spec.geometry.page_tokens
+    for name, raw_tokens in (("sink", chosen.sink_tokens), ("window", chosen.window_tokens)):
+        if raw_tokens % tokens:
+            raise UsageError(f"{name} of {chosen}", f"a multiple of this cache's pages of {tokens} tokens", raw_tokens)
+    return Rule(tokens, chosen.sink_tokens // tokens, chosen.window_tokens // tokens, spec.sliding_tokens)
+
+
 def _ragged(x: Tensor, valid: Tensor | None) -> Tensor:
-    """[B, T, ...] to [tokens, ...], padding left out."""
-    return x.flatten(0, 1) if valid is None else x[valid]
-
-
-def _table(pages: list[list[int]], device: torch.device) -> Tensor:
-    return torch.tensor(pages, dtype=torch.int32, device=device).view(len(pages), -1)
+    """[B, H, T, D] to [tokens, H, D], padding left out."""
+    if valid is not None:
+        return x.transpose(1, 2)[valid]
+    return x.select(2, 0) if x.shape[2] == 1 else x.transpose(1, 2).flatten(0, 1)

@@ -32,9 +32,13 @@ class PagePool:
 
     def take(self, count: int) -> list[int]:
         """`count` ids with one holder each. Raises OutOfPages and takes none if a fixed pool has too few."""
+        self.require(count)
+        return [self._take_one() for _ in range(count)]
+
+    def require(self, count: int) -> None:
+        """Raise OutOfPages if `count` more pages are not to be had."""
         if self.capacity_pages is not None and self.capacity_pages - self.used_pages < count:
             raise OutOfPages(count, self.capacity_pages - self.used_pages)
-        return [self._take_one() for _ in range(count)]
 
     def share(self, page: int) -> None:
         """One more holder of a page in use."""

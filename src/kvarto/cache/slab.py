@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
 
 from kvarto.cache.pool import PagePool
+from kvarto.cache.tables import send
 from kvarto.jit import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+V = TypeVar("V")
 
 _SLACK = 32
 
@@ -23,11 +29,18 @@ class PageStore:
     def __init__(self, page_nbytes: int, device: torch.device, capacity_pages: int | None = None) -> None:
         self.pool = PagePool(capacity_pages)
         self.pages: Tensor = torch.empty((capacity_pages or 0, page_nbytes), dtype=torch.uint8, device=device)
+        self._views: dict[Hashable, Any] = {}
 
     @property
     def allocated_bytes(self) -> int:
         """Bytes of storage, used or not."""
         return self.pages.numel()
+
+    def fix(self, capacity_pages: int) -> None:
+        """Hold storage for so many pages, and never grow beyond. For a store from which nothing was taken yet."""
+        assert self.pool.extent_pages == 0, "pages would be lost"
+        self.pool = PagePool(capacity_pages)
+        self._replace(self.pages.new_empty((capacity_pages, self.pages.shape[1])))
 
     def take(self, count: int) -> list[int]:
         """Ids of `count` fresh pages, whose bytes are undefined."""
@@ -36,9 +49,13 @@ class PageStore:
             self._grow(self.pool.extent_pages)
         return ids
 
-    def put(self, ids: list[int], pages: Tensor) -> None:
+    def index(self, ids: Sequence[int]) -> Tensor:
+        """Page ids as an index on the store's device, int64 [len(ids)], without waiting for it."""
+        return send(np.array(ids, np.int64), self.pages.device)
+
+    def put(self, ids: Sequence[int], pages: Tensor) -> None:
         """Write whole pages, uint8 [len(ids), page_nbytes]."""
-        self.pages[torch.tensor(ids, device=self.pages.device)] = pages
+        self.pages[self.index(ids)] = pages
 
     def copy(self, page: int) -> int:
         """A fresh page with the bytes of another."""
@@ -46,9 +63,18 @@ class PageStore:
         self.pages[fresh] = self.pages[page]
         return fresh
 
+    def view(self, key: Hashable, make: Callable[[Tensor], V]) -> V:
+        """make(pages): views of the storage, made once for each key and again when the storage is another."""
+        if key not in self._views:
+            self._views[key] = make(self.pages)
+        return self._views[key]  # type: ignore[no-any-return]
+
     def _grow(self, needed_pages: int) -> None:
         held = len(self.pages)
         grown = max(needed_pages, held + max(4, held // _SLACK))
         pages = self.pages.new_empty((grown, self.pages.shape[1]))
         pages[:held] = self.pages
-        self.pages = pages
+        self._replace(pages)
+
+    def _replace(self, pages: Tensor) -> None:
+        self.pages, self._views = pages, {}

@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING
 
 from kvarto.jit import torch
 from kvarto.layout import FieldSpec, Side, SlabLayout, slab_layout
+from kvarto.sealing import Sealing
+from kvarto.tile import Tile
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,6 +72,14 @@ class Codec(ABC):
 
     def numba_reader(self, layout: SlabLayout) -> Reader | None:
         """A plain function for `kvarto.jit.compile_reader`; None if there is none."""
+        return None
+
+    def tile(self, layout: SlabLayout) -> Tile | None:
+        """The slab as planes and affine terms, for compiled kernels that know tiles; None if it is not such a tile."""
+        return None
+
+    def sealing(self, layout: SlabLayout) -> Sealing | None:
+        """What `encode` does, as plain data, for kernels that seal on a GPU; None if it is none of the ways that they know."""
         return None
 
     def refuses(self, side: Side, page_tokens: int, dim: int) -> str | None:
@@ -125,7 +135,8 @@ def from_tile(tile: Tensor, side: Side) -> Tensor:
 def halving_mean(x: Tensor, dim: int) -> Tensor:
     """Mean over an axis, added by halves ((first half + second half), again, ...): the same bits on every path, batch and device.
 
-    An odd remainder of an axis is carried to the next round. Keeps the axis, with size 1.
+    An odd remainder of an axis is carried to the next round. Keeps the axis, with size 1. The count divides as a tensor: torch multiplies by a
+    number's reciprocal instead on GPUs, which rounds twice.
     """
     count = total = x.shape[dim]
     while count > 1:
@@ -133,4 +144,4 @@ def halving_mean(x: Tensor, dim: int) -> Tensor:
         summed = x.narrow(dim, 0, half) + x.narrow(dim, half, half)
         x = summed if count % 2 == 0 else torch.cat([summed, x.narrow(dim, 2 * half, 1)], dim)
         count -= half
-    return x / total
+    return x / x.new_full((), total)

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from kvarto.codecs.base import Codec, Reader, assemble, extract, from_tile, to_tile
 from kvarto.jit import load_floats, torch
 from kvarto.layout import FieldSpec, Side, SlabLayout
+from kvarto.sealing import Cast
+from kvarto.tile import BITS, Tile, plane
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 class Raw(Codec):
     """Values as they are, in `dtype`."""
 
-    dtype: str = "bfloat16"
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
 
     def fields(self, side: Side, page_tokens: int, dim: int) -> Sequence[FieldSpec]:
         """One array, in tile order."""
@@ -42,6 +44,14 @@ class Raw(Codec):
     def saturated(self, x: Tensor, side: Side) -> int:
         """Elements beyond the largest number of the dtype."""
         return int((x.abs() > torch.finfo(getattr(torch, self.dtype)).max).sum())
+
+    def tile(self, layout: SlabLayout) -> Tile:
+        """Values, without terms."""
+        return Tile((plane(layout, "values", BITS[self.dtype], kind=self.dtype),))
+
+    def sealing(self, layout: SlabLayout) -> Cast:
+        """Rounded, without a scale."""
+        return Cast(self.tile(layout), torch.finfo(getattr(torch, self.dtype)).max)
 
     def numba_reader(self, layout: SlabLayout) -> Reader:
         """Copy the values; no terms."""

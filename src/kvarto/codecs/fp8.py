@@ -20,6 +20,8 @@ from kvarto.codecs.base import Codec, Reader, assemble, extract, from_tile, to_t
 from kvarto.errors import ShapeError, UsageError
 from kvarto.jit import load_floats, load_fp8, torch
 from kvarto.layout import FieldSpec, Side, SlabLayout
+from kvarto.sealing import Cast
+from kvarto.tile import Term, Tile, plane
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -79,6 +81,19 @@ class Fp8(Codec):
             return 0
         return int((x.abs() > self.limit * self._scale(x)).sum())
 
+    def tile(self, layout: SlabLayout) -> Tile:
+        """Codes as floats; a scale for each token, or one."""
+        field = layout["scale"]
+        if self.scale_per == "token":
+            scale = Term(field.offset, "bfloat16", "row" if layout.side is Side.K else "column")
+        else:
+            scale = Term(field.offset, "float32", "slab")
+        return Tile((plane(layout, "codes", 8, kind=self.variant),), scale)
+
+    def sealing(self, layout: SlabLayout) -> Cast:
+        """Rounded after division by the scales, or by each token's own."""
+        return Cast(self.tile(layout), self.limit, () if self.scale_per == "token" else self.scales)
+
     def numba_reader(self, layout: SlabLayout) -> Reader:
         """Codes as floats; the scale as the row term."""
         codes, scale = layout["codes"].offset, layout["scale"].offset
@@ -102,7 +117,7 @@ class Fp8(Codec):
     def _scale(self, x: Tensor) -> Tensor:
         """Broadcastable to x: [..., S, 1] bfloat16 for tokens, [Hkv or 1, 1, 1] float32 otherwise."""
         if self.scale_per == "token":
-            scale = (x.abs().amax(-1, keepdim=True) / self.limit).bfloat16()
+            scale = (x.abs().amax(-1, keepdim=True) / x.new_full((), self.limit)).bfloat16()
             return torch.where(scale > 0, scale, torch.ones_like(scale))
         return torch.tensor(self.scales, dtype=torch.float32, device=x.device)[:, None, None]
 

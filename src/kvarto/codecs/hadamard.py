@@ -46,6 +46,14 @@ def transform(x: Tensor, *, inverse: bool = False) -> Tensor:
     return y.flatten(-2) * float(order**-0.5)
 
 
+def minus_signs(order: int) -> tuple[int, ...]:
+    """For each column of the Paley base (1 column if it is 1) the rows that hold -1, as bits 2^row."""
+    base = order_base(order)
+    assert base is not None, order
+    signs = _paley(base) if base > 1 else [[1]]
+    return tuple(sum(1 << i for i in range(base) if signs[i][j] < 0) for j in range(base))
+
+
 @cache
 def matrix(order: int) -> Tensor:
     """float32 [D, D] on the CPU with `x @ matrix(D) == transform(x)` up to rounding; its transpose is the inverse."""

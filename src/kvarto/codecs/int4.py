@@ -23,9 +23,11 @@ import numpy as np
 
 from kvarto.codecs import affine, hadamard
 from kvarto.codecs.base import Codec, Reader, assemble, extract, from_tile, to_tile
-from kvarto.codecs.packing import code_fields, pack, pack_plane, unpack, unpack_plane, unpack_tile
+from kvarto.codecs.packing import code_fields, code_planes, pack, pack_plane, unpack, unpack_plane, unpack_tile
 from kvarto.jit import available, load_floats, torch
 from kvarto.layout import FieldSpec, Side, SlabLayout
+from kvarto.sealing import Refine, Rotation
+from kvarto.tile import Plane, Term, Tile
 
 if available("numba"):
     from kvarto.unpack import add_two_bits
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _EXTRA_BITS = 2
+_ROTATION_LIMIT = 1e30
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ class PageInt(Codec):
         """Fit, round, pack."""
         bits = int(self.bits)
         if layout.side is Side.V:
-            codes, scale, zero = affine.refine(_rotated(x), -1, torch.tensor(float(1 << bits)))
+            codes, scale, zero = affine.refine(_rotated(x), -1, x.new_full((), 1 << bits))
             return assemble(
                 layout, **pack(to_tile(codes, Side.V), bits), scale=scale.squeeze(-1), zero=zero.squeeze(-1)
             )
@@ -97,6 +100,23 @@ class PageInt(Codec):
         """Elements beyond float16, of values after rotation: those are what is clamped."""
         return affine.out_of_range(_rotated(x) if side is Side.V else x)
 
+    def tile(self, layout: SlabLayout) -> Tile:
+        """Codes and column terms: of channels for K, of tokens for V. The slow channels' two more bits are a plane of their own."""
+        bits = int(self.bits)
+        scale, zero = (Term(layout[name].offset, "float16", "column") for name in ("scale", "zero"))
+        planes = code_planes(layout, bits)
+        if layout.side is Side.K:
+            channels, field = _slow_channels(layout.dim), layout["codes_slow"]
+            run = len(channels) // 2
+            runs = ((channels[0], run), (channels[run], run))
+            planes += (Plane(field.offset, field.shape[1], _EXTRA_BITS, runs, shift=bits),)
+        return Tile(planes, scale, zero)
+
+    def sealing(self, layout: SlabLayout) -> Refine:
+        """Fitted; values after rotation."""
+        rotation = Rotation(hadamard.minus_signs(layout.dim)) if layout.side is Side.V else None
+        return Refine(self.tile(layout), rotation, _ROTATION_LIMIT)
+
     def numba_reader(self, layout: SlabLayout) -> Reader:
         """Codes, and channel terms for K or row terms for V."""
         bits, low, high = int(self.bits), layout.fields[0].offset, layout.fields[1].offset
@@ -125,7 +145,7 @@ class PageInt(Codec):
 
 def _rotated(x: Tensor) -> Tensor:
     """Values in the tile's domain; first drawn in so far that sums of 256 of them stay finite."""
-    return hadamard.transform(x.clamp(-1e30, 1e30))
+    return hadamard.transform(x.clamp(-_ROTATION_LIMIT, _ROTATION_LIMIT))
 
 
 def _slow_channels(dim: int) -> list[int]:

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from kvarto.codecs import affine
 from kvarto.codecs.base import Codec, Reader, assemble, extract, from_tile, to_tile
 from kvarto.codecs.packing import unpack_tile
 from kvarto.jit import load_floats
 from kvarto.layout import FieldSpec, Side, SlabLayout
+from kvarto.sealing import Range
+from kvarto.tile import Term, Tile, plane
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,7 +38,7 @@ class Int8(Codec):
 
     def encode(self, x: Tensor, layout: SlabLayout) -> Tensor:
         """Min to max of each token."""
-        scale, zero = affine.fit(x.amin(-1, keepdim=True), x.amax(-1, keepdim=True), _LEVELS)
+        scale, zero = affine.fit(affine.lowest(x, -1), x.amax(-1, keepdim=True), _LEVELS)
         codes = affine.quantize(x, scale, zero, _LEVELS)
         return assemble(layout, codes=to_tile(codes, layout.side), scale=scale.squeeze(-1), zero=zero.squeeze(-1))
 
@@ -48,6 +50,16 @@ class Int8(Codec):
     def saturated(self, x: Tensor, side: Side) -> int:
         """Elements beyond float16."""
         return affine.out_of_range(x)
+
+    def tile(self, layout: SlabLayout) -> Tile:
+        """Codes, a scale and a zero for each token."""
+        per: Literal["row", "column"] = "row" if layout.side is Side.K else "column"
+        scale, zero = (Term(layout[name].offset, "float16", per) for name in ("scale", "zero"))
+        return Tile((plane(layout, "codes", 8),), scale, zero)
+
+    def sealing(self, layout: SlabLayout) -> Range:
+        """Range of each token."""
+        return Range(self.tile(layout))
 
     def numba_reader(self, layout: SlabLayout) -> Reader:
         """Codes and the two row terms."""

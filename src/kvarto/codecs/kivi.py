@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING
 
 from kvarto.codecs import affine
 from kvarto.codecs.base import Codec, Reader, assemble, extract, from_tile, to_tile
-from kvarto.codecs.packing import code_fields, pack, unpack, unpack_tile
+from kvarto.codecs.packing import code_fields, code_planes, pack, unpack, unpack_tile
 from kvarto.jit import load_floats, scale_floats, torch
 from kvarto.layout import PAGE_TOKENS, FieldSpec, Side, SlabLayout
+from kvarto.sealing import Range
+from kvarto.tile import Term, Tile
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,8 +59,9 @@ class Kivi(Codec):
     def encode(self, x: Tensor, layout: SlabLayout) -> Tensor:
         """Both sides group runs of consecutive tile rows (tokens of K, channels of V) within one tile column."""
         tile = to_tile(x, layout.side)
-        lo = torch.stack([group.amin(-2) for group in tile.split(self._group_rows(layout.side), dim=-2)], dim=-2)
-        hi = torch.stack([group.amax(-2) for group in tile.split(self._group_rows(layout.side), dim=-2)], dim=-2)
+        groups = tile.split(self._group_rows(layout.side), dim=-2)
+        lo = torch.cat([affine.lowest(group, -2) for group in groups], dim=-2)
+        hi = torch.cat([group.amax(-2, keepdim=True) for group in groups], dim=-2)
         scale, zero = affine.fit(lo, hi, self.levels)
         codes = affine.quantize(tile, self._spread(scale, layout), self._spread(zero, layout), self.levels)
         return assemble(layout, **pack(codes, int(self.bits)), scale=scale, zero=zero)
@@ -74,6 +77,16 @@ class Kivi(Codec):
     def saturated(self, x: Tensor, side: Side) -> int:
         """Elements beyond float16."""
         return affine.out_of_range(x)
+
+    def tile(self, layout: SlabLayout) -> Tile:
+        """Codes, and column terms for each group of rows."""
+        groups, rows = layout["scale"].shape[0], self._group_rows(layout.side)
+        scale, zero = (Term(layout[name].offset, "float16", "column", groups, rows) for name in ("scale", "zero"))
+        return Tile(code_planes(layout, int(self.bits)), scale, zero)
+
+    def sealing(self, layout: SlabLayout) -> Range:
+        """Range of each group."""
+        return Range(self.tile(layout))
 
     def numba_reader(self, layout: SlabLayout) -> Reader:
         """Keys grouped by page have plain channel terms; other groups are applied while reading."""

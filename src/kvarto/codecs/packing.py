@@ -14,7 +14,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvarto.jit import available, inlined, torch
-from kvarto.layout import FieldSpec
+from kvarto.layout import FieldSpec, SlabLayout
+from kvarto.tile import Plane, plane
 
 if available("numba"):
     from kvarto.unpack import unpack_codes
@@ -31,6 +32,15 @@ def code_fields(bits: int, rows: int, columns: int) -> list[FieldSpec]:
     return [(names[i], "uint8", (rows, columns * width // 8)) for i, width in enumerate(_PLANES[bits])]
 
 
+def code_planes(layout: SlabLayout, bits: int) -> tuple[Plane, ...]:
+    """The planes of `code_fields`, for `Codec.tile`."""
+    planes, shift = [], 0
+    for (name, _, _), width in zip(code_fields(bits, 1, 8), _PLANES[bits], strict=True):
+        planes.append(plane(layout, name, width, shift=shift))
+        shift += width
+    return tuple(planes)
+
+
 def pack(codes: Tensor, bits: int) -> dict[str, Tensor]:
     """codes: uint8 [..., rows, columns] below 2**bits. Returns the arrays of `code_fields` by name."""
     packed, shift = {}, 0
@@ -43,8 +53,8 @@ def pack(codes: Tensor, bits: int) -> dict[str, Tensor]:
 def unpack(planes: dict[str, Tensor], bits: int) -> Tensor:
     """The inverse of `pack`: uint8 [..., rows, columns]."""
     codes, shift = None, 0
-    for plane, width in zip(planes.values(), _PLANES[bits], strict=True):
-        part = unpack_plane(plane, width) << shift
+    for packed, width in zip(planes.values(), _PLANES[bits], strict=True):
+        part = unpack_plane(packed, width) << shift
         codes = part if codes is None else codes | part
         shift += width
     assert codes is not None

@@ -31,12 +31,14 @@ class _Padding:
 
     columns        bool [B, past + T], False for padding
     valid          its new columns [B, T], or None if none is padding
+    padded         False if no column is padding
     window_tokens  the sliding window that the model asked the mask to have, or None
     """
 
     cache: Cache
     columns: Tensor
     valid: Tensor | None
+    padded: bool
     window_tokens: int | None
 
 
@@ -107,7 +109,7 @@ class _Layer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
             scale=query.shape[-1] ** -0.5 if options.get("scaling") is None else options["scaling"],
             softcap=options.get("softcap"), sinks=options.get("s_aux"),
         )  # fmt: skip
-        self.cache.columns = padding.columns
+        self.cache.columns, self.cache.padded = padding.columns, padding.padded
         return out.transpose(1, 2).contiguous()
 
     def get_seq_length(self) -> int:
@@ -153,6 +155,7 @@ class Cache(cache_utils.Cache):  # type: ignore[misc]
         self.kv = PagedKV(specs, _policy(policy), dtype=model.dtype, device=model.device, kernel=kernel)
         self._config, self._model_name = model.config.get_text_config(decoder=True), type(model).__name__
         self.columns: Tensor | None = None
+        self.padded = False
         self.waiting: _Layer | None = None
         indices = iter(range(len(specs)))
         super().__init__(
@@ -230,8 +233,13 @@ class Cache(cache_utils.Cache):  # type: ignore[misc]
         window_tokens: int | None,
         device: torch.device,
     ) -> Tensor:
-        """A marked bool mask [B, 1, 1, past + T], False for padding, from attention_mask [B, past + T] or None if there is no padding."""
+        """A marked bool mask [B, 1, 1, past + T], False for padding, from attention_mask [B, past + T] or None if there is no padding.
+
+        Waits for the device once, to look at attention_mask; and without one only where a page was sealed since the last time.
+        """
         self.expect_attended()
+        if attention_mask is not None or self.kv.checks_due:
+            self.check()
         held = self.held_columns()
         shape = (sequences, held + tokens)
         columns = (
@@ -243,16 +251,30 @@ class Cache(cache_utils.Cache):  # type: ignore[misc]
             raise ShapeError(
                 "attention_mask", f"[B, past + T] = {shape}", tuple(columns.shape), "it covers cached columns too"
             )
-        if self.columns is not None and not torch.equal(columns[:, :held], self.columns):
+        if attention_mask is None and not self.padded:
+            return mark(columns[:, None, None], _Padding(self, columns, None, False, window_tokens))
+        as_held, new_padded = self._compare(columns, held)
+        if not as_held:
             raise UsageError(
                 "attention_mask",
                 f"the padding that the {held} cached columns were stored with",
                 "another",
                 _START_AGAIN,
             )
-        valid = columns[:, held:]
-        padding = _Padding(self, columns, None if bool(valid.all()) else valid, window_tokens)
-        return mark(columns[:, None, None], padding)
+        valid = columns[:, held:] if new_padded else None
+        return mark(columns[:, None, None], _Padding(self, columns, valid, self.padded or new_padded, window_tokens))
+
+    def _compare(self, columns: Tensor, held: int) -> tuple[bool, bool]:
+        """Whether columns [B, past + T] say of the `held` ones what is known of them, and whether new ones are padding: one question."""
+        new_valid = columns[:, held:].all()
+        if self.columns is None:
+            return True, not bool(new_valid)
+        as_held, no_padding = torch.stack([(columns[:, :held] == self.columns).all(), new_valid]).tolist()
+        return as_held, not no_padding
+
+    def check(self) -> None:
+        """Raise NotFinite if keys or values on a GPU were not finite: before each forward pass that waits for the GPU anyway; see `PagedKV.check`."""
+        self.kv.check()
 
     def expect_attended(self) -> None:
         """Raise Unsupported if a layer's keys never reached kvarto's attention function."""
@@ -277,6 +299,7 @@ class Cache(cache_utils.Cache):  # type: ignore[misc]
             raise UsageError("tokens_to_remove", "0 or a negative number", tokens_to_remove)
         self.expect_attended()
         self.held_columns()
+        self.check()
         if tokens_to_remove < 0:
             self._check_crop(-tokens_to_remove)
         super().crop(tokens_to_remove)
@@ -297,6 +320,7 @@ class Cache(cache_utils.Cache):  # type: ignore[misc]
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Sequence i becomes what sequence beam_idx[i] was; int64 [B], B may change. Pages are shared, not copied."""
         self.expect_attended()
+        self.check()
         if self.columns is not None:
             self.columns = self.columns[beam_idx.to(self.columns.device)]
             super().reorder_cache(beam_idx.cpu())
@@ -311,7 +335,7 @@ class Cache(cache_utils.Cache):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Forget every sequence; storage is kept for reuse."""
-        self.columns = self.waiting = None
+        self.columns, self.padded, self.waiting = None, False, None
         super().reset()
 
 

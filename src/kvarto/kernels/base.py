@@ -1,8 +1,8 @@
 """What every kernel takes and gives.
 
-A kernel attends a ragged batch of queries to one set of pages and returns a partial result: the softmax-weighted mean of the values it saw,
-and the log of the softmax's denominator. Partials of different page sets (packed pages, raw pages) merge exactly, so a kernel never has to
-know more than one format at a time.
+A kernel attends a ragged batch of queries to sets of pages (raw pages, packed pages) that do not overlap, and returns a partial result: the
+softmax-weighted mean of the values it saw, and the log of the softmax's denominator. Partials merge exactly, so a kernel may read one set
+after another and know one format at a time (`attend_each`), or read all of them in one launch.
 
 **The rule** (path invariance): a query in page p reads page j
     raw      if j is a sink page (j < sink_pages), or a recent one (p - window_pages <= j <= p; its own page always is),
@@ -12,12 +12,13 @@ never a token after its own, nor one that the model's sliding window hides. The 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvarto.jit import torch
 from kvarto.layout import PageLayout, SlabLayout
+from kvarto.tile import Tile
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,6 +44,10 @@ class SlabReader(Protocol):
     def numba(self) -> Any | None:
         """The compiled tile reader for the CPU (`kvarto.jit.compile_reader`), or None."""
 
+    @property
+    def tile(self) -> Tile | None:
+        """The slab as planes and affine terms, for kernels that read tiles, or None."""
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -63,7 +68,8 @@ class PageSet:
     """Pages of one format, raw or packed, that a batch reads.
 
     pages  uint8 [P, page_nbytes], rows contiguous; the storage of the pool
-    table  int32 [B, N]: for page j of a sequence its row in `pages`, or -1 if it is not in this set
+    table  int32 [B, N]: for page j of a sequence its row in `pages`, or -1 if it is not in this set. N may be larger than any sequence needs,
+           and tables of two sets may differ in N: there are no pages beyond N, and -1 beyond a sequence's last page
     raw    which half of the rule this set answers
     """
 
@@ -79,19 +85,24 @@ class PageSet:
 class Queries:
     """A ragged batch of queries, the newest tokens of each sequence, flattened.
 
-    q          float32 [T, Hq, Dk]; sequence b owns rows start[b] to start[b + 1]
+    q          float32, bfloat16 or float16 [T, Hq, Dk], any strides; sequence b owns rows start[b] to start[b + 1]
     start      int32 [B + 1]
     position   int32 [B]: the place in its sequence (0-based, padding not counted) of each sequence's first query
+    longest    most queries of one sequence, known on the host: a kernel chooses its grid without asking the device. 1 in a decode step, in
+               which start is 0 .. B unless a sequence has no query
+
+    A kernel computes as if q were float32. All tensors lie on the device of the pages; a GPU kernel never needs their values on the host.
     """
 
     q: Tensor
     start: Tensor
     position: Tensor
+    longest: int
 
 
 @dataclass(frozen=True)
 class Partial:
-    """out float32 [T, Hq, Dv], lse float32 [T, Hq]. A query that saw nothing has lse -inf and out 0."""
+    """out float32 [T, Hq, Dv], lse float32 [T, Hq]. A query that saw nothing (nor a learned sink) has lse -inf and out 0."""
 
     out: Tensor
     lse: Tensor
@@ -108,7 +119,7 @@ class Support:
 
 
 class Kernel(Protocol):
-    """A way to attend. Stateless; found by `attention.choose_kernel`."""
+    """A way to attend. Stateless; found by `binding.choose_kernel`."""
 
     @property
     def name(self) -> str:
@@ -117,11 +128,26 @@ class Kernel(Protocol):
     def supports(self, layout: PageLayout, k: SlabReader, v: SlabReader, device: str) -> Support:
         """Whether `attend` takes pages of this layout, read by these readers, on this device ("cpu", "cuda")."""
 
-    def attend(self, queries: Queries, pages: PageSet, rule: Rule, *, scale: float, softcap: float | None) -> Partial:
-        """Attend every query to what `rule` lets it read of `pages`.
+    def attend(
+        self,
+        queries: Queries,
+        sets: Sequence[PageSet],
+        rule: Rule,
+        *,
+        scale: float,
+        softcap: float | None,
+        sinks: Tensor | None = None,
+    ) -> Partial:
+        """Attend every query to what `rule` lets it read of the sets: one or more, of one geometry, that do not overlap, merged.
 
         Scores are q.k * scale, then softcap * tanh(score / softcap) if softcap is given. Query head h reads KV head h // R.
+        sinks: float [Hq], learned logits, as in `merge`; they are not scaled or capped.
         """
+
+
+def attend_each(attend: Callable[[PageSet], Partial], sets: Sequence[PageSet], sinks: Tensor | None) -> Partial:
+    """`Kernel.attend` of a kernel that reads one set at a time."""
+    return merge([attend(pages) for pages in sets], sinks)
 
 
 def merge(partials: Sequence[Partial], sinks: Tensor | None = None) -> Partial:
@@ -130,6 +156,8 @@ def merge(partials: Sequence[Partial], sinks: Tensor | None = None) -> Partial:
     sinks: float32 [Hq], a learned logit per head that takes part in the softmax but has no value (gpt-oss); None if the model has none.
     A query that saw nothing anywhere gives out 0.
     """
+    if len(partials) == 1 and sinks is None:
+        return partials[0]
     lses = [partial.lse for partial in partials]
     if sinks is not None:
         lses.append(sinks.float().expand_as(lses[0]))

@@ -5,16 +5,20 @@ It uses as many threads as torch does (`torch.set_num_threads`), and may be call
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvarto.jit import compile_kernel, torch, why_unavailable
-from kvarto.kernels.base import PageSet, Partial, Queries, Rule, SlabReader, Support
+from kvarto.kernels.base import PageSet, Partial, Queries, Rule, SlabReader, Support, attend_each
 from kvarto.kernels.team import run_team
 from kvarto.layout import PageLayout
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class NumbaKernel:
@@ -33,44 +37,58 @@ class NumbaKernel:
                 return Support(f"the {side} codec has no tile reader for numba")
         return Support()
 
-    def attend(self, queries: Queries, pages: PageSet, rule: Rule, *, scale: float, softcap: float | None) -> Partial:
+    def attend(
+        self,
+        queries: Queries,
+        sets: Sequence[PageSet],
+        rule: Rule,
+        *,
+        scale: float,
+        softcap: float | None,
+        sinks: Tensor | None = None,
+    ) -> Partial:
         """See `base.Kernel.attend`."""
-        compiled, geometry, (T, Hq, _) = _compiled(), pages.layout.geometry, queries.q.shape
-        read_k, read_v = pages.k.numba, pages.v.numba
-        assert read_k is not None and read_v is not None, "attend without supports"  # noqa: PT018
-        q = pages.k.rotate(queries.q).contiguous()
-        table, start, position = (x.contiguous() for x in (pages.table, queries.start, queries.position))
-        out, lse = q.new_zeros((T, Hq, geometry.v_dim)), q.new_full((T, Hq), -torch.inf)
-        # From here on there are only addresses.
-        assert q.dtype == torch.float32, q.dtype
-        assert {x.dtype for x in (table, start, position)} == {torch.int32}
-        assert pages.pages.stride(1) == 1
-        assert Hq % geometry.heads == 0, (Hq, geometry)
-        job = np.zeros(1, compiled.record)
-        job[0] = (
-            *(x.data_ptr() for x in (q, out, lse, table, start, position, pages.pages)), read_k.address, read_v.address,
-            pages.pages.stride(0), pages.layout.k.nbytes, pages.layout.v.nbytes,
-            *table.shape, geometry.heads, Hq // geometry.heads, geometry.page_tokens, geometry.k_dim, geometry.v_dim,
-            rule.sink_pages, rule.window_pages, -1 if rule.sliding_tokens is None else rule.sliding_tokens, pages.raw,
-            *[0] * 8, scale, softcap or 0.0,
-        )  # fmt: skip
-        pointer = job.ctypes.data
+        return attend_each(lambda pages: _attend_set(queries, pages, rule, scale, softcap), sets, sinks)
+
+
+def _attend_set(queries: Queries, pages: PageSet, rule: Rule, scale: float, softcap: float | None) -> Partial:
+    """One set."""
+    compiled, geometry, (T, Hq, _) = _compiled(), pages.layout.geometry, queries.q.shape
+    read_k, read_v = pages.k.numba, pages.v.numba
+    assert read_k is not None and read_v is not None, "attend without supports"  # noqa: PT018
+    q = pages.k.rotate(queries.q.float()).contiguous()
+    table, start, position = (x.contiguous() for x in (pages.table, queries.start, queries.position))
+    out, lse = q.new_zeros((T, Hq, geometry.v_dim)), q.new_full((T, Hq), -torch.inf)
+    # From here on there are only addresses.
+    assert q.dtype == torch.float32, q.dtype
+    assert {x.dtype for x in (table, start, position)} == {torch.int32}
+    assert pages.pages.stride(1) == 1
+    assert Hq % geometry.heads == 0, (Hq, geometry)
+    job = np.zeros(1, compiled.record)
+    job[0] = (
+        *(x.data_ptr() for x in (q, out, lse, table, start, position, pages.pages)), read_k.address, read_v.address,
+        pages.pages.stride(0), pages.layout.k.nbytes, pages.layout.v.nbytes,
+        *table.shape, geometry.heads, Hq // geometry.heads, geometry.page_tokens, geometry.k_dim, geometry.v_dim,
+        rule.sink_pages, rule.window_pages, -1 if rule.sliding_tokens is None else rule.sliding_tokens, pages.raw,
+        *[0] * 8, scale, softcap or 0.0,
+    )  # fmt: skip
+    pointer = job.ctypes.data
+    run_team(compiled.plan, pointer, 1)
+    tile_count, split_count, partial_rows = (
+        int(job[name][0]) for name in ("tile_count", "split_count", "partial_rows")
+    )
+    if split_count:
+        arrays: dict[str, Any] = {
+            "tiles": np.empty((tile_count, compiled.tile_fields), np.int64),
+            "splits": np.empty((split_count, compiled.split_fields), np.int64),
+            "partials": np.empty(partial_rows * (geometry.v_dim + 2), np.float32),
+            "counters": np.zeros(1 + tile_count * geometry.heads, np.int64),
+        }
+        for name, array in arrays.items():
+            job[name] = array.ctypes.data
         run_team(compiled.plan, pointer, 1)
-        tile_count, split_count, partial_rows = (
-            int(job[name][0]) for name in ("tile_count", "split_count", "partial_rows")
-        )
-        if split_count:
-            arrays: dict[str, Any] = {
-                "tiles": np.empty((tile_count, compiled.tile_fields), np.int64),
-                "splits": np.empty((split_count, compiled.split_fields), np.int64),
-                "partials": np.empty(partial_rows * (geometry.v_dim + 2), np.float32),
-                "counters": np.zeros(1 + tile_count * geometry.heads, np.int64),
-            }
-            for name, array in arrays.items():
-                job[name] = array.ctypes.data
-            run_team(compiled.plan, pointer, 1)
-            run_team(compiled.work, pointer, min(torch.get_num_threads(), split_count * geometry.heads))
-        return Partial(pages.v.unrotate(out), lse)
+        run_team(compiled.work, pointer, min(torch.get_num_threads(), split_count * geometry.heads))
+    return Partial(pages.v.unrotate(out), lse)
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,12 @@ It decodes at most `_PAGES_AT_ONCE` pages at a time and merges, so that even her
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvarto.jit import torch
-from kvarto.kernels.base import PageSet, Partial, Queries, Rule, SlabReader, Support, merge
+from kvarto.kernels.base import PageSet, Partial, Queries, Rule, SlabReader, Support, attend_each, merge
 from kvarto.layout import PageLayout, Side
 
 if TYPE_CHECKING:
@@ -27,18 +29,33 @@ class ReferenceKernel:
         """Always."""
         return Support()
 
-    def attend(self, queries: Queries, pages: PageSet, rule: Rule, *, scale: float, softcap: float | None) -> Partial:
+    def attend(
+        self,
+        queries: Queries,
+        sets: Sequence[PageSet],
+        rule: Rule,
+        *,
+        scale: float,
+        softcap: float | None,
+        sinks: Tensor | None = None,
+    ) -> Partial:
         """See `base.Kernel.attend`."""
-        T, Hq, _ = queries.q.shape
-        out = queries.q.new_zeros((T, Hq, pages.layout.geometry.v_dim))
-        lse = queries.q.new_full((T, Hq), -torch.inf)
-        starts, positions = queries.start.tolist(), queries.position.tolist()
-        for row, (first, end) in enumerate(itertools.pairwise(starts)):
-            if end == first:
-                continue
-            partial = _attend_row(queries.q[first:end], pages, row, positions[row], rule, scale, softcap)
-            out[first:end], lse[first:end] = partial.out, partial.lse
-        return Partial(out, lse)
+        queries = replace(queries, q=queries.q.float())
+        return attend_each(lambda pages: _attend_set(queries, pages, rule, scale, softcap), sets, sinks)
+
+
+def _attend_set(queries: Queries, pages: PageSet, rule: Rule, scale: float, softcap: float | None) -> Partial:
+    """One set, queries in float32."""
+    T, Hq, _ = queries.q.shape
+    out = queries.q.new_zeros((T, Hq, pages.layout.geometry.v_dim))
+    lse = queries.q.new_full((T, Hq), -torch.inf)
+    starts, positions = queries.start.tolist(), queries.position.tolist()
+    for row, (first, end) in enumerate(itertools.pairwise(starts)):
+        if end == first:
+            continue
+        partial = _attend_row(queries.q[first:end], pages, row, positions[row], rule, scale, softcap)
+        out[first:end], lse[first:end] = partial.out, partial.lse
+    return Partial(out, lse)
 
 
 def _attend_row(
@@ -85,7 +102,7 @@ def _softmax(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, sof
     seen = visible.any(dim=0)
     k, v, visible = k[:, seen], v[:, seen], visible[:, seen]
     heads = k.shape[0]
-    grouped = q.view(q.shape[0], heads, -1, q.shape[-1])
+    grouped = q.reshape(q.shape[0], heads, -1, q.shape[-1])
     scores = torch.einsum("thrd,hnd->thrn", grouped, k) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)

@@ -24,10 +24,10 @@ class Batch:
     rule: Rule
 
     def attend(self, softcap: float | None = None) -> Partial:
-        return NumbaKernel().attend(self.queries, self.pages, self.rule, scale=self.scale, softcap=softcap)
+        return NumbaKernel().attend(self.queries, [self.pages], self.rule, scale=self.scale, softcap=softcap)
 
     def expected(self, softcap: float | None = None) -> Partial:
-        return ReferenceKernel().attend(self.queries, self.pages, self.rule, scale=self.scale, softcap=softcap)
+        return ReferenceKernel().attend(self.queries, [self.pages], self.rule, scale=self.scale, softcap=softcap)
 
     @property
     def scale(self) -> float:
@@ -37,7 +37,7 @@ class Batch:
         """Sequence b alone."""
         first, end = self.queries.start[b : b + 2].tolist()
         start = torch.tensor([0, end - first], dtype=torch.int32)
-        queries = Queries(self.queries.q[first:end], start, self.queries.position[b : b + 1])
+        queries = Queries(self.queries.q[first:end], start, self.queries.position[b : b + 1], end - first)
         return replace(self, queries=queries, pages=replace(self.pages, table=self.pages.table[b : b + 1]))
 
 
@@ -86,7 +86,7 @@ def make(
     start = torch.tensor([0, *counts]).cumsum(0).int()
     position = torch.tensor([length - count for length, count in zip(lengths, counts, strict=True)]).int()
     pages = PageSet(pool, table, layout, k_codec, v_codec, raw)
-    return Batch(Queries(q, start, position), pages, rule or Rule(S))
+    return Batch(Queries(q, start, position, max(counts)), pages, rule or Rule(S))
 
 
 def assert_near(got: Partial, expected: Partial, tolerance: float = 2e-5) -> None:

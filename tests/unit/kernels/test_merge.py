@@ -1,15 +1,21 @@
-"""Merging partials equals one softmax over all tokens."""
+"""Merging partials equals one softmax over all tokens; a kernel merges the sets it is given."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 
 pytest.importorskip("torch")
 
 import torch
+from batches import assert_near, make
 from torch import Tensor
 
-from kvarto.kernels.base import Partial, merge
+from kvarto.kernels.base import Partial, Rule, merge
+from kvarto.kernels.numba import NumbaKernel
+from kvarto.kernels.reference import ReferenceKernel
+from kvarto.layout import Geometry
 
 T, HEADS, TOKENS, DIM = 3, 4, 50, 8
 
@@ -63,3 +69,23 @@ def test_a_query_that_saw_only_a_sink_gives_zero() -> None:
     merged = merge([empty], torch.zeros(HEADS))
     assert torch.equal(merged.out, empty.out)
     assert torch.equal(merged.lse, torch.zeros(T, HEADS))
+
+
+@pytest.mark.parametrize("kernel", [ReferenceKernel(), NumbaKernel()], ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_kernel_merges_sets_and_sinks_and_takes_any_float(
+    kernel: ReferenceKernel | NumbaKernel, dtype: torch.dtype
+) -> None:
+    if isinstance(kernel, NumbaKernel):
+        pytest.importorskip("numba")
+    rule, lengths, counts = Rule(64, window_pages=1), [300, 70], [40, 1]
+    raw, packed = (
+        make(text, Geometry(2, 64, 64), lengths, counts, raw=text == "fp32", rule=rule) for text in ("fp32", "int8")
+    )
+    q, sinks = raw.queries.q.to(dtype), torch.linspace(-3, 3, raw.queries.q.shape[1])
+    sets = [raw.pages, replace(packed.pages, table=torch.nn.functional.pad(packed.pages.table, (0, 3), value=-1))]
+    queries, single = replace(raw.queries, q=q), replace(raw.queries, q=q.float())
+    got = kernel.attend(queries, sets, rule, scale=0.125, softcap=None, sinks=sinks)
+    parts = [ReferenceKernel().attend(single, [pages], rule, scale=0.125, softcap=None) for pages in sets]
+    assert_near(got, merge(parts, sinks))
+    assert got.out.dtype == got.lse.dtype == torch.float32

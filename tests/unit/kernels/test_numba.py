@@ -136,7 +136,7 @@ def test_threads_do_not_change_bits() -> None:
 def test_decode_is_the_last_row_of_prefill() -> None:
     prefill = make("int8", SMALL, [1000], [500])
     decode = replace(
-        prefill, queries=Queries(prefill.queries.q[-1:], torch.tensor([0, 1]).int(), torch.tensor([999]).int())
+        prefill, queries=Queries(prefill.queries.q[-1:], torch.tensor([0, 1]).int(), torch.tensor([999]).int(), 1)
     )
     got, whole = decode.attend(), prefill.attend()
     assert_near(got, Partial(whole.out[-1:], whole.lse[-1:]), tolerance=1e-5)
@@ -147,7 +147,10 @@ def test_chunks_of_a_prefill_agree() -> None:
     result = whole.attend()
     for first, end in ((0, 1), (1, 30), (30, 300), (300, 500)):
         queries = Queries(
-            whole.queries.q[first:end], torch.tensor([0, end - first]).int(), torch.tensor([500 + first]).int()
+            whole.queries.q[first:end],
+            torch.tensor([0, end - first]).int(),
+            torch.tensor([500 + first]).int(),
+            end - first,
         )
         assert_near(
             replace(whole, queries=queries).attend(), Partial(result.out[first:end], result.lse[first:end]), 1e-5
@@ -197,7 +200,7 @@ def test_queries_that_see_nothing() -> None:
     assert torch.equal(partial.out[:2], torch.zeros_like(partial.out[:2]))
     assert bool((partial.lse[:2] == -torch.inf).all())
     assert bool(torch.isfinite(partial.lse[2]).all())
-    empty = replace(batch, queries=Queries(batch.queries.q[:0], torch.zeros(3).int(), batch.queries.position))
+    empty = replace(batch, queries=Queries(batch.queries.q[:0], torch.zeros(3).int(), batch.queries.position, 0))
     assert empty.attend().out.shape == (0, 8, 64)
 
 

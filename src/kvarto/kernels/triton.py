@@ -1,0 +1,242 @@
+"""The GPU kernel: reads packed pages in place. Needs triton and codecs that give a Tile.
+
+Three launches and no host synchronisation, so that a CUDA graph can hold them: raw pages, packed pages (triton_decode.py), and the merge
+(triton_combine.py). Under TRITON_INTERPRET=1 it runs on the CPU, slowly: that is how it is tested without a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from kvarto.jit import torch, why_unavailable
+from kvarto.kernels.base import PageSet, Partial, Queries, Rule, SlabReader, Support
+from kvarto.layout import PageLayout, Side
+from kvarto.tile import Tile
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MAX_DIM = 256
+_REGISTERS = 168
+_PREFETCH = False
+# Pages of a split where the order of sums must not depend on the batch.
+_FIXED_SHARE = 32
+
+
+class TritonKernel:
+    """See the module docstring."""
+
+    name = "triton"
+
+    def supports(self, layout: PageLayout, k: SlabReader, v: SlabReader, device: str) -> Support:
+        """Pages on a GPU (or anywhere, in the interpreter) whose codecs both have a tile that the program can read."""
+        if reason := why_unavailable("triton"):
+            return Support(f"triton: {reason}; run: pip install triton")
+        if device != "cuda" and not interpreted():
+            return Support(f"it runs on a GPU, not on {device}")
+        tokens = layout.geometry.page_tokens
+        if tokens & (tokens - 1) or tokens > 128:
+            return Support(f"pages of {tokens} tokens: only 32, 64 or 128")
+        for side, reader in ((Side.K, k), (Side.V, v)):
+            if reader.tile is None:
+                return Support(f"the {side.upper()} codec has no tile")
+            if reason := _why_not(side, reader.tile, reader.layout.dim):
+                return Support(f"{side.upper()}: {reason}")
+        return Support()
+
+    def attend(
+        self, queries: Queries, sets: Sequence[PageSet], rule: Rule, *, scale: float, softcap: float | None,
+        sinks: Tensor | None = None,
+    ) -> Partial:  # fmt: skip
+        """See `base.Kernel.attend`; one raw set and one packed set at most."""
+        raw, packed = ([pages for pages in sets if pages.raw is is_raw] for is_raw in (True, False))
+        assert len(raw) <= 1, "more than one set of raw pages"
+        assert len(packed) <= 1, "more than one set of packed pages"
+        return _attend(queries, next(iter(packed), None), next(iter(raw), None), rule, scale, softcap, sinks)
+
+
+def interpreted() -> bool:
+    """True if Triton programs are interpreted on the CPU."""
+    return bool(_programs().interpreted)
+
+
+def _why_not(side: Side, tile: Tile, dim: int) -> str | None:
+    """Why the program cannot read a tile, or None."""
+    if dim > MAX_DIM or dim < 16:
+        return f"a head dimension of {dim}: only 16 to {MAX_DIM}"
+    for plane in tile.planes:
+        if plane.kind == "float32":
+            return "float32 values: tensor cores have no such operand"
+        if side is Side.V and plane.row_nbytes & (plane.row_nbytes - 1) or side is Side.V and plane.row_nbytes < 8:
+            return f"rows of {plane.row_nbytes} bytes"
+    per = None if tile.scale is None else tile.scale.per
+    if side is Side.V and per == "row":
+        return "a scale for each channel of all tokens"
+    if side is Side.K and tile.scale is not None and per == "column":
+        if tile.scale.groups > 2 or tile.zero is None or tile.scale.dtype != "float16":
+            return f"{tile.scale.groups} groups of tokens, {tile.scale.dtype}"
+    return None
+
+
+def _attend(
+    queries: Queries, packed: PageSet | None, raw: PageSet | None, rule: Rule,
+    scale: float, softcap: float | None, sinks: Tensor | None,
+) -> Partial:  # fmt: skip
+    programs, some = _programs(), packed or raw
+    assert some is not None, "no pages"
+    geometry, (T, Hq, _), device = some.layout.geometry, queries.q.shape, queries.q.device
+    heads, DV, R = geometry.heads, geometry.v_dim, Hq // geometry.heads
+    cut = _cut(queries, rule, packed, raw, heads, R)
+    plan = torch.empty(1 + cut.entries, dtype=torch.int32, device=device)
+    raw_out, raw_lse = _parts(cut.entries * heads * cut.raw_parts, cut.rows, DV, device)
+    shared = {
+        "HEADS": heads, "R": R, "S": geometry.page_tokens, "DK": geometry.k_dim, "DV": DV, "N": cut.rows,
+        "SINK": rule.sink_pages, "WINDOW": rule.window_pages, "SLIDING": rule.sliding_tokens or 0,
+        "SOFTCAP": softcap is not None, "ENTRIES": 1 << max(6, (cut.entries - 1).bit_length()),
+    }  # fmt: skip
+    at, q = raw or some, _sixteen_bits(some.k if raw is None else raw.k, queries.q)
+    programs.attend_raw[(heads, cut.entries, cut.raw_parts)](
+        q, queries.start, queries.position, at.pages, at.table, plan, raw_out, raw_lse, q.stride(0), q.stride(1),
+        at.table.stride(0), cut.entries, cut.groups, cut.slots, cut.fixed_share, scale, softcap or 0.0,
+        K_NBYTES=at.layout.k.nbytes, PAIR_NBYTES=at.layout.pair_nbytes, BFLOAT16=_is_bfloat16(at.k.tile),
+        HAS_RAW=raw is not None, num_warps=4, **shared,
+    )  # fmt: skip
+    packed_out, packed_lse = raw_out, raw_lse
+    if packed is not None:
+        packed_out, packed_lse = _parts(cut.splits, cut.rows, DV, device)
+        q = _sixteen_bits(packed.k, queries.q)
+        programs.attend_packed[(cut.splits,)](
+            q, queries.start, queries.position, packed.pages, packed.table, plan, packed_out, packed_lse,
+            q.stride(0), q.stride(1), packed.table.stride(0), cut.entries, cut.groups, scale, softcap or 0.0,
+            K=packed.k.tile, V=packed.v.tile, K_NBYTES=packed.layout.k.nbytes, PAIR_NBYTES=packed.layout.pair_nbytes,
+            BFLOAT16=q.dtype == torch.bfloat16, PREFETCH=_PREFETCH, num_warps=1, num_stages=1, maxnreg=_REGISTERS,
+            **shared,
+        )  # fmt: skip
+    out = torch.empty((T, Hq, DV), dtype=torch.float32, device=device)
+    lse = torch.empty((T, Hq), dtype=torch.float32, device=device)
+    rotation, matrix = ("", None) if packed is None else _rotation_out(packed.v, device)
+    programs.combine[(heads * cut.rows, cut.entries)](
+        raw_out, raw_lse, packed_out, packed_lse, plan, queries.start, out if matrix is None else matrix,
+        out if sinks is None else sinks, out, lse, out.stride(0), out.stride(1), cut.groups, cut.raw_parts,
+        HEADS=heads, R=R, DV=DV, N=cut.rows, HAS_RAW=raw is not None, HAS_PACKED=packed is not None,
+        ROTATION=rotation, HAS_SINKS=sinks is not None, AT_ONCE=_at_once(cut, heads), num_warps=4,
+    )  # fmt: skip
+    return Partial(out, lse)
+
+
+# ---- how the work is cut ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """How the work is cut and launched (triton_decode.py): `rows` of an entry, `entries` in all, `groups` of a sequence."""
+
+    rows: int
+    entries: int
+    groups: int
+    raw_parts: int
+    splits: int
+    slots: int
+    fixed_share: int
+
+
+def _cut(queries: Queries, rule: Rule, packed: PageSet | None, raw: PageSet | None, heads: int, R: int) -> _Cut:
+    rows = 8 if queries.longest * R <= 8 else 16
+    groups = -(-queries.longest * R // rows)
+    entries = len(queries.position) * groups
+    raw_parts = splits = 1
+    if raw is not None:
+        crossing = 0 if queries.longest == 1 else 1  # the rows of an entry are of at most 16 tokens
+        raw_parts = max(1, min(rule.sink_pages + rule.window_pages + 1 + crossing, raw.table.shape[1]))
+    slots, fixed_share = _slots(queries.q.device), _FIXED_SHARE if _deterministic() else 0
+    if packed is not None:
+        most = -(-packed.table.shape[1] // _FIXED_SHARE) * entries * heads
+        splits = max(1, most) if fixed_share else max(slots, entries * heads)
+    return _Cut(rows, entries, groups, raw_parts, splits, slots, fixed_share)
+
+
+def _at_once(cut: _Cut, heads: int) -> int:
+    """Partial results that a program of the merge reads at once: about as many as there are."""
+    return min(64, max(4, 1 << (cut.splits // (cut.entries * heads) - 1).bit_length()))
+
+
+def _parts(count: int, rows: int, dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Room for partial results."""
+    return (
+        torch.empty((count, rows, dim), dtype=torch.float32, device=device),
+        torch.empty((count, rows), dtype=torch.float32, device=device),
+    )
+
+
+def _deterministic() -> bool:
+    return torch.are_deterministic_algorithms_enabled()
+
+
+@cache
+def _slots(device: torch.device) -> int:
+    """Programs of `attend_packed` that run at once."""
+    if device.type != "cuda":
+        return 7
+    properties = torch.cuda.get_device_properties(device)
+    # Each quarter of a multiprocessor has registers of its own.
+    return int(properties.multi_processor_count * 4 * (16384 // (_REGISTERS * 32)))
+
+
+# ---- what the programs take ------------------------------------------------------------------------------------------
+
+
+def _sixteen_bits(reader: SlabReader, q: Tensor) -> Tensor:
+    """q in the domain of the reader's tile and in 16 bits, rows contiguous; float32 becomes float16."""
+    if _rotates(reader, q.device):
+        q = reader.rotate(q.float()).to(q.dtype)
+    if q.dtype == torch.float32:
+        q = q.half()
+    return q if q.stride(-1) == 1 else q.contiguous()
+
+
+def _is_bfloat16(tile: Tile | None) -> bool:
+    return tile is not None and tile.planes[0].kind == "bfloat16"
+
+
+@cache
+def _rotates(reader: SlabReader, device: torch.device) -> bool:
+    """True unless `rotate` is the identity."""
+    eye = torch.eye(reader.layout.dim, device=device)
+    return not torch.equal(reader.rotate(eye), eye)
+
+
+@cache
+def _rotation_out(reader: SlabReader, device: torch.device) -> tuple[str, Tensor | None]:
+    """What `combine` calls the rotation that `unrotate` is, and its matrix float32 [D, D] if that is needed: unrotate(y) is y times it."""
+    eye = torch.eye(reader.layout.dim, device=device)
+    matrix = reader.unrotate(eye).contiguous()
+    if torch.equal(matrix, eye):
+        return "", None
+    sylvester = torch.ones(1, 1, device=device)
+    while len(sylvester) < len(eye):
+        sylvester = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], device=device), sylvester)
+    if len(sylvester) == len(eye) and torch.allclose(matrix * len(eye) ** 0.5, sylvester, rtol=1e-5, atol=1e-5):
+        return "hadamard", None
+    return "matrix", matrix
+
+
+@dataclass(frozen=True)
+class _Programs:
+    attend_raw: Any
+    attend_packed: Any
+    combine: Any
+    interpreted: bool
+
+
+@cache
+def _programs() -> _Programs:
+    """Imported at first use, because triton may be missing."""
+    import triton
+
+    from kvarto.kernels.triton_combine import combine
+    from kvarto.kernels.triton_decode import attend_packed, attend_raw
+
+    return _Programs(attend_raw, attend_packed, combine, bool(triton.knobs.runtime.interpret))

@@ -1,0 +1,145 @@
+"""What the Triton programs work out, while they are compiled, from a `kvarto.tile.Tile` (a compile-time constant of theirs)."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvarto.tile import Tile
+
+UINT, E4M3, E5M2, BFLOAT16, FLOAT16 = (tl.constexpr(i) for i in range(5))
+_KINDS = {"uint": 0, "e4m3": 1, "e5m2": 2, "bfloat16": 3, "float16": 4}
+
+
+@triton.constexpr_function
+def planes_of(tile: Tile) -> int:
+    """How many planes."""
+    return len(tile.planes)
+
+
+@triton.constexpr_function
+def offset_of(tile: Tile, i: int) -> int:
+    """Byte of the slab at which plane i begins."""
+    return tile.planes[i].offset
+
+
+@triton.constexpr_function
+def nbytes_of(tile: Tile, i: int) -> int:
+    """Bytes of a row of plane i."""
+    return tile.planes[i].row_nbytes
+
+
+@triton.constexpr_function
+def kind_of(tile: Tile, i: int) -> int:
+    """UINT, E4M3 ... of plane i."""
+    return _KINDS[tile.planes[i].kind]
+
+
+@triton.constexpr_function
+def bits_of(tile: Tile, i: int) -> int:
+    """Width of a code of plane i."""
+    return tile.planes[i].bits
+
+
+@triton.constexpr_function
+def weight_of_plane(tile: Tile, i: int) -> int:
+    """What a code of plane i counts."""
+    return 1 << tile.planes[i].shift
+
+
+@triton.constexpr_function
+def columns_first(tile: Tile, i: int) -> int:
+    """Column of the tile that the first code of a row stands for."""
+    return tile.planes[i].columns[0][0]
+
+
+@triton.constexpr_function
+def columns_count(tile: Tile, i: int) -> int:
+    """Codes of the first run of columns."""
+    return tile.planes[i].columns[0][1]
+
+
+@triton.constexpr_function
+def columns_second(tile: Tile, i: int) -> int:
+    """Where the second run of columns begins, or 0."""
+    return tile.planes[i].columns[1][0] if len(tile.planes[i].columns) > 1 else 0
+
+
+@triton.constexpr_function
+def words_of(tile: Tile, i: int) -> int:
+    """W of plane i: 2, 4, 8 or 16 words (triton_tiles.py)."""
+    nbytes = tile.planes[i].row_nbytes
+    return 2 if nbytes <= 8 else 4 if nbytes <= 16 else 8 if nbytes <= 32 else 16
+
+
+@triton.constexpr_function
+def segments_of(tile: Tile, i: int) -> int:
+    """Segments of a row of plane i."""
+    return -(-tile.planes[i].row_nbytes // 64)
+
+
+@triton.constexpr_function
+def width_of(tile: Tile, i: int) -> int:
+    """Columns of a segment of plane i, padding included."""
+    nbytes, bits = tile.planes[i].row_nbytes, tile.planes[i].bits
+    return 64 // bits if nbytes <= 8 else (4 if nbytes <= 16 else 8 if nbytes <= 32 else 16) * 32 // bits
+
+
+@triton.constexpr_function
+def first_part(tile: Tile, i: int) -> int:
+    """Segments of the planes before plane i: where its parts begin in a flat tuple."""
+    return sum(-(-plane.row_nbytes // 64) for plane in tile.planes[:i])
+
+
+@triton.constexpr_function
+def unit_of(tile: Tile) -> float:
+    """An unpacked tile times this is the codes."""
+    return {"uint": 2.0**24, "e4m3": 256.0}.get(tile.planes[0].kind, 1.0)
+
+
+@triton.constexpr_function
+def has_scale(tile: Tile) -> bool:
+    """There is a scale."""
+    return tile.scale is not None
+
+
+@triton.constexpr_function
+def has_zero(tile: Tile) -> bool:
+    """There is a zero."""
+    return tile.zero is not None
+
+
+@triton.constexpr_function
+def term_per(tile: Tile) -> str:
+    """What the terms are laid out for: "none", "row", "column" or "slab"."""
+    return "none" if tile.scale is None else tile.scale.per
+
+
+@triton.constexpr_function
+def term_offset(tile: Tile, zero: bool) -> int:
+    """Byte of the slab at which a term begins."""
+    term = tile.zero if zero else tile.scale
+    assert term is not None
+    return term.offset
+
+
+@triton.constexpr_function
+def term_dtype(tile: Tile, zero: bool) -> str:
+    """Of a term's numbers."""
+    term = tile.zero if zero else tile.scale
+    assert term is not None
+    return term.dtype
+
+
+@triton.constexpr_function
+def groups_of(tile: Tile) -> int:
+    """Groups of rows that have column terms of their own."""
+    return 1 if tile.scale is None else tile.scale.groups
+
+
+@triton.constexpr_function
+def group_rows_of(tile: Tile, rows: int) -> int:
+    """Rows of a group, or all `rows`, padded to a power of two."""
+    grouped = tile.scale is not None and tile.scale.groups > 1
+    count = tile.scale.group_rows if grouped else rows  # type: ignore[union-attr]
+    return 1 << max(4, (count - 1).bit_length())

@@ -1,0 +1,427 @@
+"""Packed rows to tensor-core operands, without a trip through shared memory. Triton functions, no host code.
+
+**The fragment order.** In the operand of a tensor-core instruction a quad of lanes shares a row, and each lane holds some of its columns. The sum
+over columns may be taken in any order, so we choose the one in which every lane finds its share in consecutive bytes: a row of W words is cut
+into four runs, and lane i of the quad loads run i with one wide load. Unpacked, the columns of the tile are in this order, slowest first:
+
+    [ word of the run | field of the byte | lane (4) | odd (2) | pair (2) ]        byte = 4 word + odd + 2 pair, field 0 in the low bits
+
+which is how Triton lays out a 16-bit operand whose numbers come from joined halves (kWidth 4), so that the compiler's layout conversions move
+nothing. That is speed only: in an interpreter, or another version, the same code gives the same numbers.
+
+**Codes without arithmetic.** A code masked out of a word into the low ten bits of a half is a subnormal float16: code * 2^-24, and 2^(bits f)
+times that in field f of its byte. Tensor cores take subnormals at full speed; the factors go into the other operand, or to the end.
+
+Rows of up to 8 bytes have W = 2: each lane of the quad owns two bytes. Longer rows are padded to a power of two words, and cut into segments of
+16 words (64 bytes). KIND is one of the constants below, BITS the width of a code.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvarto.kernels.triton_spec import BFLOAT16, E5M2, UINT
+
+
+_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+
+@triton.jit
+def product(a, b, total):  # type: ignore[no-untyped-def]
+    """total (float32) + a b, 16-bit operands on the tensor cores."""
+    if _INTERPRETED:  # whose dot takes bfloat16 for integers
+        total = tl.dot(a.to(tl.float32), b.to(tl.float32), total)
+    else:
+        total = tl.dot(a, b, total)
+    return total
+
+
+@triton.jit
+def load_words(slab, first_row, ROWS: tl.constexpr, END: tl.constexpr, NBYTES: tl.constexpr, SEG: tl.constexpr, W: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+    """Words of segment SEG of rows first_row .. of NBYTES bytes each, at `slab` (uint8 pointer); 0 beyond a row's end and from row END on.
+
+    int32 [ROWS, W]; for W = 2 int32 [ROWS, 4]: the two bytes of a lane in the low byte of either half.
+    """
+    rows = first_row + tl.arange(0, ROWS)[:, None]
+    if W == 2:
+        byte = 2 * tl.max_contiguous(tl.arange(0, 4), 1)[None, :]
+        low = tl.load(slab + rows * NBYTES + byte, mask=(rows < END) & (byte < NBYTES), other=0).to(tl.int32)
+        high = tl.load(slab + rows * NBYTES + byte + 1, mask=(rows < END) & (byte + 1 < NBYTES), other=0).to(tl.int32)
+        words = low | (high << 16)
+    else:
+        # The hint keeps a lane to its own run: the compiler would else load 16 bytes a lane where a run is shorter.
+        word = tl.max_contiguous(tl.arange(0, W), W // 4)[None, :]
+        if NBYTES % 4 != 0:
+            words = tl.zeros((ROWS, W), tl.int32)
+            for i in tl.static_range(4):
+                byte = SEG * 64 + 4 * word + i
+                part = tl.load(slab + rows * NBYTES + byte, mask=(rows < END) & (byte < NBYTES), other=0)
+                words |= part.to(tl.int32) << (8 * i)
+        else:
+            pointers = slab.to(tl.pointer_type(tl.int32)) + rows * (NBYTES // 4) + SEG * 16 + word
+            if (END % ROWS != 0) | (NBYTES < SEG * 64 + 4 * W):
+                words = tl.load(pointers, mask=(rows < END) & (SEG * 64 + 4 * word < NBYTES), other=0)
+            else:
+                words = tl.load(pointers)
+    return words
+
+
+@triton.jit
+def load_pairs(slab, first_row, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`load_words` of rows of exactly 8 bytes (W = 2) on even addresses, all of which exist."""
+    rows = first_row + tl.arange(0, ROWS)[:, None]
+    pointers = slab.to(tl.pointer_type(tl.uint16)) + rows * 4 + tl.max_contiguous(tl.arange(0, 4), 1)[None, :]
+    pair = tl.load(pointers).to(tl.int32)
+    return (pair & 0xFF) | ((pair & 0xFF00) << 8)
+
+
+@triton.jit
+def _halves(words, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+    """int32 [...] to float16 (bfloat16 for BFLOAT16) [..., 2]: low half, high half."""
+    low = (words & 0xFFFF).to(tl.int16)
+    high = (words >> 16).to(tl.int16)
+    if KIND == BFLOAT16:
+        pair = tl.join(low.to(tl.bfloat16, bitcast=True), high.to(tl.bfloat16, bitcast=True))
+    else:
+        pair = tl.join(low.to(tl.float16, bitcast=True), high.to(tl.float16, bitcast=True))
+    return pair
+
+
+@triton.jit
+def _byte_pairs(words, ODD: tl.constexpr, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Bytes ODD and ODD + 2 of each word as the two halves of one: 8-bit codes as float16."""
+    if KIND == UINT:
+        halves = (words >> (8 * ODD)) & 0x00FF00FF
+    else:
+        halves = (words << (8 - 8 * ODD)) & -0x00FF0100  # bytes 1 and 3
+        if KIND != E5M2:
+            # Sign, then the seven other bits one place lower: the exponent of float16 has a bit more.
+            halves = (halves & -0x7FFF8000) | ((halves & 0x7F007F00) >> 1)
+    return _halves(halves, KIND)
+
+
+@triton.jit
+def _field(words, F: tl.constexpr, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Field F of the low byte of each half, as float16 [..., 2]."""
+    return _halves(words & (((1 << BITS) - 1) << (BITS * F)) * 0x10001, UINT)
+
+
+@triton.jit
+def unpack(words, ROWS: tl.constexpr, W: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+    """What `load_words` gave, as a tile [ROWS, columns] of 16-bit floats in fragment order."""
+    if BITS == 16:
+        tile = _halves(words, KIND).reshape(ROWS, 4, W // 8, 2, 2).permute(0, 2, 1, 3, 4).reshape(ROWS, 2 * W)
+    elif BITS == 8:
+        tile = tl.join(_byte_pairs(words, 0, KIND), _byte_pairs(words, 1, KIND))  # row, word, pair, odd
+        tile = tile.reshape(ROWS, 4, W // 4, 2, 2).permute(0, 2, 1, 4, 3).reshape(ROWS, 4 * W)
+    else:
+        if W == 2:
+            tile = tl.join(_field(words, 0, BITS), _field(words, 1, BITS))
+            if BITS <= 2:
+                tile = tl.join(tile, tl.join(_field(words, 2, BITS), _field(words, 3, BITS)))
+            if BITS == 1:
+                upper = tl.join(
+                    tl.join(_field(words, 4, BITS), _field(words, 5, BITS)),
+                    tl.join(_field(words, 6, BITS), _field(words, 7, BITS)),
+                )
+                tile = tl.join(tile, upper)
+        else:
+            odd = words >> 8
+            tile = tl.join(_two(words, odd, 0, BITS), _two(words, odd, 1, BITS))
+            if BITS <= 2:
+                tile = tl.join(tile, tl.join(_two(words, odd, 2, BITS), _two(words, odd, 3, BITS)))
+            if BITS == 1:
+                upper = tl.join(
+                    tl.join(_two(words, odd, 4, BITS), _two(words, odd, 5, BITS)),
+                    tl.join(_two(words, odd, 6, BITS), _two(words, odd, 7, BITS)),
+                )
+                tile = tl.join(tile, upper)
+        tile = _ordered(tile, ROWS, W, BITS)
+    return tile
+
+
+@triton.jit
+def _two(words, odd, F: tl.constexpr, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    return tl.join(_field(words, F, BITS), _field(odd, F, BITS))
+
+
+@triton.jit
+def _exact(words, F: tl.constexpr, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`_field` as whole numbers: the code is put behind the leading one of 1024, which is then taken away, exactly."""
+    weight = 1.0 / (1 << (BITS * F))
+    halves = _halves((words & (((1 << BITS) - 1) << (BITS * F)) * 0x10001) | 0x64006400, UINT)
+    return halves * tl.full((), weight, tl.float16) - tl.full((), 1024.0 * weight, tl.float16)
+
+
+@triton.jit
+def _two_exact(words, odd, F: tl.constexpr, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    return tl.join(_exact(words, F, BITS), _exact(odd, F, BITS))
+
+
+@triton.jit
+def unpack_exact(words, ROWS: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`unpack` of unsigned codes of less than 8 bits, as the codes themselves."""
+    if W == 2:
+        tile = tl.join(_exact(words, 0, BITS), _exact(words, 1, BITS))
+        if BITS <= 2:
+            tile = tl.join(tile, tl.join(_exact(words, 2, BITS), _exact(words, 3, BITS)))
+        if BITS == 1:
+            upper = tl.join(
+                tl.join(_exact(words, 4, BITS), _exact(words, 5, BITS)),
+                tl.join(_exact(words, 6, BITS), _exact(words, 7, BITS)),
+            )
+            tile = tl.join(tile, upper)
+    else:
+        odd = words >> 8
+        tile = tl.join(_two_exact(words, odd, 0, BITS), _two_exact(words, odd, 1, BITS))
+        if BITS <= 2:
+            tile = tl.join(tile, tl.join(_two_exact(words, odd, 2, BITS), _two_exact(words, odd, 3, BITS)))
+        if BITS == 1:
+            upper = tl.join(
+                tl.join(_two_exact(words, odd, 4, BITS), _two_exact(words, odd, 5, BITS)),
+                tl.join(_two_exact(words, odd, 6, BITS), _two_exact(words, odd, 7, BITS)),
+            )
+            tile = tl.join(tile, upper)
+    return _ordered(tile, ROWS, W, BITS)
+
+
+@triton.jit
+def _ordered(tile, ROWS: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Fields of codes of less than 8 bits, [ROWS, word, pair, odd, f0, f1, f2] as far as there are such, into fragment order.
+
+    For W = 2 [ROWS, lane, pair, f0, f1, f2].
+    """
+    if W == 2:
+        if BITS == 1:
+            tile = tile.permute(0, 5, 4, 1, 3, 2)  # row, f2, f1, lane, f0, pair
+        elif BITS == 2:
+            tile = tile.permute(0, 4, 1, 3, 2)
+        else:
+            tile = tile.permute(0, 1, 3, 2)
+        tile = tile.reshape(ROWS, 64 // BITS)
+    else:
+        if BITS == 1:
+            tile = tile.reshape(ROWS, 4, W // 4, 2, 2, 2, 2, 2).permute(0, 2, 7, 6, 5, 1, 4, 3)
+        elif BITS == 2:
+            tile = tile.reshape(ROWS, 4, W // 4, 2, 2, 2, 2).permute(0, 2, 6, 5, 1, 4, 3)
+        else:
+            tile = tile.reshape(ROWS, 4, W // 4, 2, 2, 2).permute(0, 2, 5, 1, 4, 3)
+        tile = tile.reshape(ROWS, W * 32 // BITS)
+    return tile
+
+
+@triton.jit
+def token_weights(S: tl.constexpr, NBYTES: tl.constexpr, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`weight_of` for each column of a row in natural order: float32 [S]."""
+    if BITS < 8:
+        weights = tl.exp2((-BITS * (tl.arange(0, S) // NBYTES)).to(tl.float32))
+    else:
+        weights = tl.full((S,), 1.0, tl.float32)
+    return weights
+
+
+@triton.jit
+def column_of(position, SEG: tl.constexpr, NBYTES: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+    """Which column of the row stands at `position` (int32 tensor) of the fragment order; one that is not below the number of columns is padding."""
+    pair = position & 1
+    odd = (position >> 1) & 1
+    lane = (position >> 2) & 3
+    rest = position >> 4
+    if W == 2:
+        byte = 2 * lane + pair
+        column = tl.where(byte < NBYTES, (odd + 2 * rest) * NBYTES + byte, 1 << 30)
+    elif BITS == 16:
+        column = SEG * 32 + 2 * (lane * (W // 4) + 2 * rest + odd) + pair
+    else:
+        byte = SEG * 64 + 4 * (lane * (W // 4) + rest // (8 // BITS)) + odd + 2 * pair
+        column = tl.where(byte < NBYTES, rest % (8 // BITS) * NBYTES + byte, 1 << 30)
+    return column
+
+
+@triton.jit
+def weight_of(position, W: tl.constexpr, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """2^-(bits of the fields below) at each position, float32: undoes the factor of a code's field. For codes of less than 8 bits."""
+    if W == 2:
+        field = ((position >> 1) & 1) + 2 * (position >> 4)
+    else:
+        field = (position >> 4) % (8 // BITS)
+    return tl.exp2((-BITS * field).to(tl.float32))
+
+
+@triton.jit
+def load_columns(pointers, N: tl.constexpr, SEG: tl.constexpr, NBYTES: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr, SECOND: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+    """A 16-bit float for each column of a row of codes, in its fragment order: [N, columns], 0 at padding.
+
+    pointers  [N, 1] of 16-bit elements: number of channel 0; column c stands for channel FIRST + c, from COUNT on SECOND + c - COUNT
+    KIND      of the numbers: FLOAT16 or BFLOAT16; NBYTES, W and BITS are those of the codes
+    """
+    if W == 2:
+        tile = _load_small(pointers, N, NBYTES, BITS, KIND, FIRST, COUNT, SECOND)
+    elif (NBYTES % 4 != 0) | (FIRST != 0) | (SECOND != 0):
+        column = column_of(tl.arange(0, W * 32 // BITS), SEG, NBYTES, W, BITS)[None, :]
+        channel = tl.where(column < COUNT, FIRST + column, SECOND + column - COUNT)
+        tile = _float(tl.load(pointers + channel, mask=column < (1 << 30), other=0), KIND)
+    elif BITS == 16:
+        word = tl.arange(0, W)[None, :]
+        words = pointers.to(tl.pointer_type(tl.int32)) + SEG * 16 + word
+        tile = _halves(tl.load(words, mask=SEG * 32 + 2 * word < COUNT, other=0), KIND)
+        tile = tile.reshape(N, 4, W // 8, 2, 2).permute(0, 2, 1, 3, 4).reshape(N, 2 * W)
+    else:
+        tile = _load_runs(pointers.to(tl.pointer_type(tl.int32)), N, SEG, NBYTES, W, BITS, KIND)
+    return tile
+
+
+@triton.jit
+def _float(bits, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+    if KIND == BFLOAT16:
+        number = bits.to(tl.bfloat16, bitcast=True)
+    else:
+        number = bits.to(tl.float16, bitcast=True)
+    return number
+
+
+@triton.jit
+def _load_runs(words, N: tl.constexpr, SEG: tl.constexpr, NBYTES: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+    """`load_columns` where a lane owns W consecutive channels in each field: loads of up to 16 bytes a lane."""
+    CHUNK: tl.constexpr = 4 if W >= 8 else 2
+    RUNS: tl.constexpr = W // 2 // CHUNK
+    tile = _load_field(words, 0, SEG, NBYTES, W, CHUNK, KIND)
+    if BITS <= 4:
+        tile = tl.join(tile, _load_field(words, 1, SEG, NBYTES, W, CHUNK, KIND))
+    if BITS <= 2:
+        tile = tl.join(tile, _load_fields(words, 2, SEG, NBYTES, W, CHUNK, KIND))
+    if BITS == 1:
+        upper = tl.join(
+            _load_fields(words, 4, SEG, NBYTES, W, CHUNK, KIND), _load_fields(words, 6, SEG, NBYTES, W, CHUNK, KIND)
+        )
+        tile = tl.join(tile, upper)
+    # Now: row, (lane, j1, pair), odd, chunk, f0, f1, f2
+    if BITS == 8:
+        tile = tile.reshape(N, 4, CHUNK // 2, 2, 2, RUNS).permute(0, 5, 2, 1, 4, 3)
+    elif BITS == 4:
+        tile = tile.reshape(N, 4, CHUNK // 2, 2, 2, RUNS, 2).permute(0, 5, 2, 6, 1, 4, 3)
+    elif BITS == 2:
+        tile = tile.reshape(N, 4, CHUNK // 2, 2, 2, RUNS, 2, 2).permute(0, 5, 2, 7, 6, 1, 4, 3)
+    else:
+        tile = tile.reshape(N, 4, CHUNK // 2, 2, 2, RUNS, 2, 2, 2).permute(0, 5, 2, 8, 7, 6, 1, 4, 3)
+    return tile.reshape(N, W * 32 // BITS)
+
+
+@triton.jit
+def _load_fields(words, F: tl.constexpr, SEG: tl.constexpr, NBYTES: tl.constexpr, W: tl.constexpr, CHUNK: tl.constexpr, KIND: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+    low = _load_field(words, F, SEG, NBYTES, W, CHUNK, KIND)
+    return tl.join(low, _load_field(words, F + 1, SEG, NBYTES, W, CHUNK, KIND))
+
+
+@triton.jit
+def _load_field(words, F: tl.constexpr, SEG: tl.constexpr, NBYTES: tl.constexpr, W: tl.constexpr, CHUNK: tl.constexpr, KIND: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+    """[N, 4 CHUNK, 2 halves(, 2 chunks)]: the channels of field F, in chunks of CHUNK words a lane."""
+    at = tl.arange(0, 4 * CHUNK)[None, :]
+    word = at // CHUNK * (W // 2) + at % CHUNK
+    start: tl.constexpr = (F * NBYTES + SEG * 64) // 2
+    WHOLE: tl.constexpr = NBYTES >= SEG * 64 + 4 * W
+    tile = _halves(_load_if(words + start + word, SEG * 64 + 2 * word < NBYTES, WHOLE), KIND)
+    if W == 16:
+        upper = _load_if(words + start + word + 4, SEG * 64 + 2 * word + 8 < NBYTES, WHOLE)
+        tile = tl.join(tile, _halves(upper, KIND))
+    return tile
+
+
+@triton.jit
+def _load_if(pointers, inside, WHOLE: tl.constexpr):  # type: ignore[no-untyped-def]
+    if WHOLE:
+        words = tl.load(pointers)
+    else:
+        words = tl.load(pointers, mask=inside, other=0)
+    return words
+
+
+@triton.jit
+def _load_small(pointers, N: tl.constexpr, NBYTES: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr, SECOND: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+    """`load_columns` for rows of up to 8 bytes."""
+    even = _small(pointers, 0, 0, NBYTES, BITS, KIND, FIRST, COUNT, SECOND)
+    odd = _small(pointers, 1, 0, NBYTES, BITS, KIND, FIRST, COUNT, SECOND)
+    tile = tl.join(even, odd)  # row, lane, f0, f1, f2, pair
+    if BITS == 2:
+        tile = tile.permute(0, 3, 1, 2, 4)
+    elif BITS == 1:
+        tile = tile.permute(0, 4, 3, 1, 2, 5)
+    return tile.reshape(N, 64 // BITS)
+
+
+@triton.jit
+def _small(pointers, PAIR: tl.constexpr, F: tl.constexpr, NBYTES: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr, SECOND: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+    """[N, 4, 2(, 2(, 2))]: the channels of one byte of each lane's two, all fields."""
+    tile = _small_two(pointers, PAIR, 0, NBYTES, KIND, FIRST, COUNT, SECOND)
+    if BITS <= 2:
+        tile = tl.join(tile, _small_two(pointers, PAIR, 2, NBYTES, KIND, FIRST, COUNT, SECOND))
+    if BITS == 1:
+        upper = tl.join(
+            _small_two(pointers, PAIR, 4, NBYTES, KIND, FIRST, COUNT, SECOND),
+            _small_two(pointers, PAIR, 6, NBYTES, KIND, FIRST, COUNT, SECOND),
+        )
+        tile = tl.join(tile, upper)
+    return tile
+
+
+@triton.jit
+def _small_two(pointers, PAIR: tl.constexpr, F: tl.constexpr, NBYTES: tl.constexpr, KIND: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr, SECOND: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+    low = _small_one(pointers, PAIR, F, NBYTES, KIND, FIRST, COUNT, SECOND)
+    return tl.join(low, _small_one(pointers, PAIR, F + 1, NBYTES, KIND, FIRST, COUNT, SECOND))
+
+
+@triton.jit
+def _small_one(pointers, PAIR: tl.constexpr, F: tl.constexpr, NBYTES: tl.constexpr, KIND: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr, SECOND: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+    byte = 2 * tl.arange(0, 4)[None, :] + PAIR
+    column = F * NBYTES + byte
+    channel = tl.where(column < COUNT, FIRST + column, SECOND + column - COUNT)
+    return _float(tl.load(pointers + channel, mask=byte < NBYTES, other=0), KIND)
+
+
+@triton.jit
+def by_column(tile, N: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """[N, COLUMNS] transposed, in a way that the compiler keeps in registers (a plain transpose before a dot goes through shared memory)."""
+    return tile.reshape(N, COLUMNS // 2, 2).permute(1, 2, 0).reshape(COLUMNS, N)
+
+
+@triton.jit
+def to_fragment_order(tile, N: tl.constexpr, SEG: tl.constexpr, NBYTES: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+    """A tile [columns, N] whose rows are a row's columns in natural order, in the fragment order of segment SEG: [columns of the segment, N].
+
+    Only for rows without padding: NBYTES is W words, or a multiple of 64.
+    """
+    if W == 2:
+        if BITS == 4:
+            tile = tile.reshape(2, 4, 2, N).permute(1, 0, 2, 3)
+        elif BITS == 2:
+            tile = tile.reshape(2, 2, 4, 2, N).permute(0, 2, 1, 3, 4)
+        else:
+            tile = tile.reshape(2, 2, 2, 4, 2, N).permute(0, 1, 3, 2, 4, 5)
+        tile = tile.reshape(64 // BITS, N)
+    elif BITS == 16:
+        tile = _segment(tile.reshape(NBYTES // 64, 2 * W, N), SEG, NBYTES // 64, 2 * W, N)
+        tile = tile.reshape(4, W // 8, 2, 2, N).permute(1, 0, 2, 3, 4).reshape(2 * W, N)
+    else:
+        FIELDS: tl.constexpr = 8 // BITS
+        SEGS: tl.constexpr = NBYTES // (4 * W)
+        tile = tile.reshape(FIELDS, SEGS, 4 * W, N).permute(1, 0, 2, 3)
+        tile = _segment(tile.reshape(SEGS, FIELDS * 4 * W, N), SEG, SEGS, FIELDS * 4 * W, N)
+        tile = tile.reshape(FIELDS, 4, W // 4, 2, 2, N)  # field, lane, word, pair, odd
+        tile = tile.permute(2, 0, 1, 4, 3, 5).reshape(FIELDS * 4 * W, N)
+    return tile
+
+
+@triton.jit
+def _segment(tile, SEG: tl.constexpr, SEGS: tl.constexpr, ROWS: tl.constexpr, N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Slice SEG of a tile [SEGS, ROWS, N], SEGS a power of two up to 4."""
+    if SEGS == 1:
+        part = tile.reshape(ROWS, N)
+    elif SEGS == 2:
+        first, second = tl.split(tile.permute(1, 2, 0))
+        part = second if SEG == 1 else first
+    else:
+        even, odd = tl.split(tile.reshape(2, 2, ROWS, N).permute(0, 2, 3, 1))
+        first, second = tl.split((odd if SEG % 2 == 1 else even).permute(1, 2, 0))
+        part = second if SEG >= 2 else first
+    return part

@@ -1,0 +1,415 @@
+"""Attention of up to N query rows of one KV head to a run of pages, packed or raw, by one warp. Triton functions; triton_decode.py calls `walk`.
+
+Scores are K q^T with tokens as the rows, so that unpacked keys are the register operand and N query rows the narrow side; values are stored
+channel-major, so that V^T p has channels as the rows. The terms of the affine tile stay outside the products:
+
+    K  column scale (of channels)   into q, for each page             V  column scale (of tokens)   into p
+       column zero                  q . zero, one more product           column zero                sum of p * zero, one number a row
+       row scale, row zero          after the product
+
+Where several groups of channels have terms of their own (KIVI), values are decoded to float16 instead, two more instructions for two numbers.
+q is brought to magnitudes of at most 1/2 and p times its scale to at most 2^12, so that all of these are safe in float16; the powers of two are
+undone in float32. A side is described by a constant, its Tile (triton_spec.py).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvarto.kernels.triton_spec import (
+    BFLOAT16,
+    FLOAT16,
+    bits_of,
+    columns_count,
+    columns_first,
+    columns_second,
+    first_part,
+    group_rows_of,
+    groups_of,
+    has_scale,
+    has_zero,
+    kind_of,
+    nbytes_of,
+    offset_of,
+    planes_of,
+    segments_of,
+    term_dtype,
+    term_offset,
+    term_per,
+    unit_of,
+    weight_of_plane,
+    width_of,
+    words_of,
+)
+from kvarto.kernels.triton_tiles import (
+    by_column,
+    load_columns,
+    load_pairs,
+    load_words,
+    product,
+    to_fragment_order,
+    token_weights,
+    unpack,
+    unpack_exact,
+    weight_of,
+)
+
+P_LIMIT = tl.constexpr(4096.0)
+LOG2E = tl.constexpr(1.4426950408889634)
+HIDDEN = tl.constexpr(-1e30)
+
+
+@triton.jit
+def _term_pointer(slab, TILE: tl.constexpr, ZERO: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Pointer to the numbers of the scale, or of the zero."""
+    if term_dtype(TILE, ZERO) == "float16":
+        pointer = (slab + term_offset(TILE, ZERO)).to(tl.pointer_type(tl.float16))
+    elif term_dtype(TILE, ZERO) == "bfloat16":
+        pointer = (slab + term_offset(TILE, ZERO)).to(tl.pointer_type(tl.bfloat16))
+    else:
+        pointer = (slab + term_offset(TILE, ZERO)).to(tl.pointer_type(tl.float32))
+    return pointer
+
+
+# ---- loads -----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _load_columns_of(pointers, N: tl.constexpr, TILE: tl.constexpr, NUMBERS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A number for each column of each plane and segment, in its fragment order: a flat tuple of [N, columns]; see `load_columns`."""
+    parts = ()
+    for i in tl.static_range(planes_of(TILE)):
+        for seg in tl.static_range(segments_of(TILE, i)):
+            part = load_columns(
+                pointers, N, seg, nbytes_of(TILE, i), words_of(TILE, i), bits_of(TILE, i), NUMBERS,
+                columns_first(TILE, i), columns_count(TILE, i), columns_second(TILE, i),
+            )  # fmt: skip
+            parts = parts + (part,)
+    return parts
+
+
+@triton.jit
+def _load_rows(slab, first_row, ROWS: tl.constexpr, END: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Words of all planes and segments of rows first_row .. of a tile that has END rows: a flat tuple."""
+    words = ()
+    for i in tl.static_range(planes_of(TILE)):
+        for seg in tl.static_range(segments_of(TILE, i)):
+            at = slab + offset_of(TILE, i)
+            if (nbytes_of(TILE, i) == 8) & (END % ROWS == 0) & (offset_of(TILE, i) % 2 == 0):
+                words = words + (load_pairs(at, first_row, ROWS),)
+            else:
+                words = words + (
+                    load_words(at, first_row, ROWS, END, nbytes_of(TILE, i), seg, words_of(TILE, i)),
+                )
+    return words
+
+
+@triton.jit
+def _load_groups(slab, TILE: tl.constexpr, ROWS: tl.constexpr, END: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`_load_rows` of all groups, ROWS each, of a tile of END rows."""
+    words = ()
+    for g in tl.static_range(groups_of(TILE)):
+        words = words + _load_rows(slab, g * ROWS, ROWS, END, TILE)
+    return words
+
+
+@triton.jit
+def _load_terms(slab, TILE: tl.constexpr, NUMBERS: tl.constexpr, S: tl.constexpr, BY_COLUMN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The terms of a slab, a flat tuple.
+
+    BY_COLUMN  for each group the scales, then the zeros, of each part in its fragment order: float16 [8, columns], rows alike; a group has NUMBERS
+    otherwise  the scale, then the zero, of each token, as far as there are such: float32 [S]
+    """
+    terms = ()
+    if BY_COLUMN:
+        row = tl.arange(0, 8)[:, None] * 0
+        scales = (slab + term_offset(TILE, False)).to(tl.pointer_type(tl.int16)) + row
+        zeros = (slab + term_offset(TILE, True)).to(tl.pointer_type(tl.int16)) + row
+        for g in tl.static_range(groups_of(TILE)):
+            terms = terms + _load_columns_of(scales + g * NUMBERS, 8, TILE, FLOAT16)
+            terms = terms + _load_columns_of(zeros + g * NUMBERS, 8, TILE, FLOAT16)
+    else:
+        if has_scale(TILE):
+            terms = terms + (_load_tokens(slab, TILE, False, S),)
+        if has_zero(TILE):
+            terms = terms + (_load_tokens(slab, TILE, True, S),)
+    return terms
+
+
+@triton.jit
+def _load_tokens(slab, TILE: tl.constexpr, ZERO: tl.constexpr, S: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A term that has a number for each token, or one for all: float32 [S]."""
+    token = tl.arange(0, S)
+    if term_per(TILE) == "slab":
+        token *= 0
+    return tl.load(_term_pointer(slab, TILE, ZERO) + token).to(tl.float32)
+
+
+# ---- queries ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _load_queries(pointers, N: tl.constexpr, TILE: tl.constexpr, NUMBERS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """pointers [N, 1] to query rows. (q in fragment order, at most 1/2, a flat tuple; what it was divided by and its sums, float32 [N])."""
+    parts = _load_columns_of(pointers, N, TILE, NUMBERS)
+    top = tl.full((N,), 1e-30, tl.float32)
+    for i in tl.static_range(first_part(TILE, 1)):
+        top = tl.maximum(top, tl.max(tl.abs(parts[i].to(tl.float32)), axis=1))
+    factor = tl.exp2(tl.ceil(tl.log2(top)) + 1)
+    total = tl.zeros((N,), tl.float32)
+    scaled = ()
+    for i in tl.static_range(first_part(TILE, planes_of(TILE))):
+        part = parts[i].to(tl.float32) / factor[:, None]
+        if kind_of(TILE, 0) == BFLOAT16:
+            part = part.to(tl.bfloat16)
+        else:
+            part = part.to(tl.float16)
+        if i < first_part(TILE, 1):
+            total += tl.sum(part.to(tl.float32), axis=1)
+        scaled = scaled + (part,)
+    return scaled, factor, total
+
+
+@triton.jit
+def _repeat(tile, N: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """[8, COLUMNS] with equal rows as [N, COLUMNS]."""
+    if N > 8:
+        tile = tl.broadcast_to(tile[None, :, :], (N // 8, 8, COLUMNS)).reshape(N, COLUMNS)
+    return tile
+
+
+# ---- one page --------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _product(scores, words, part, scales, I: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, N: tl.constexpr, SCALED: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+    """scores [ROWS, N] plus the product of one segment of plane I with its part of q [* scales]."""
+    W: tl.constexpr = words_of(TILE, I)
+    COLUMNS: tl.constexpr = width_of(TILE, I)
+    if SCALED:
+        part = part * _repeat(scales, N, COLUMNS)
+    if bits_of(TILE, I) < 8:
+        weight = weight_of(tl.arange(0, COLUMNS), W, bits_of(TILE, I)) * weight_of_plane(TILE, I)
+        part = part * weight[None, :].to(tl.float16)
+    return product(unpack(words, ROWS, W, kind_of(TILE, I), bits_of(TILE, I)), by_column(part, N, COLUMNS), scores)
+
+
+@triton.jit
+def _products(words, q, terms, GROUP: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, N: tl.constexpr, SCALED: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+    """Sum over planes and segments of unpacked codes . q [* scales]: float32 [ROWS, N]; times `unit_of` it is that of the codes."""
+    ALL: tl.constexpr = first_part(TILE, planes_of(TILE))
+    scores = tl.zeros((ROWS, N), tl.float32)
+    for i in tl.static_range(planes_of(TILE)):
+        for at in tl.static_range(first_part(TILE, i), first_part(TILE, i + 1)):
+            if SCALED:
+                scales = terms[GROUP * 2 * ALL + at]
+            else:
+                scales = q[at]
+            scores = _product(scores, words[GROUP * ALL + at], q[at], scales, i, ROWS, TILE, N, SCALED)
+    return scores
+
+
+@triton.jit
+def _zeros_dot(terms, q, GROUP: tl.constexpr, TILE: tl.constexpr, N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Sum over channels of zero * q: float32 [16, N], rows alike. The zeros are those of the first plane, which has all channels."""
+    COLUMNS: tl.constexpr = width_of(TILE, 0)
+    FIRST: tl.constexpr = (2 * GROUP + 1) * first_part(TILE, planes_of(TILE))
+    bias = tl.zeros((16, N), tl.float32)
+    for at in tl.static_range(first_part(TILE, 1)):
+        bias = product(_repeat(terms[FIRST + at], 16, COLUMNS), by_column(q[at], N, COLUMNS), bias)
+    return bias
+
+
+@triton.jit
+def _group_scores(words, terms, q, q_sum, gain, GROUP: tl.constexpr, TILE: tl.constexpr, S: tl.constexpr, N: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+    """Scores of one group of tokens times gain [N], float32 [S / groups, N]."""
+    ROWS: tl.constexpr = S // groups_of(TILE)
+    code_gain = (gain * unit_of(TILE))[None, :]
+    if term_per(TILE) == "column":
+        scores = _products(words, q, terms, GROUP, ROWS, TILE, N, True)
+        bias = _zeros_dot(terms, q, GROUP, TILE, N) * gain[None, :]
+        scores = (scores * code_gain).reshape(ROWS // 16, 16, N) + bias[None, :, :]
+        scores = scores.reshape(ROWS, N)
+    else:
+        scores = _products(words, q, terms, GROUP, ROWS, TILE, N, False) * code_gain
+        if has_scale(TILE):
+            scores *= terms[0][:, None]
+        if has_zero(TILE):
+            scores += terms[1][:, None] * (q_sum * gain)[None, :]
+    return scores
+
+
+@triton.jit
+def _page_scores(words, terms, q, q_sum, gain, TILE: tl.constexpr, S: tl.constexpr, N: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+    """Scores of a page times gain [N], float32 [S, N]."""
+    scores = _group_scores(words, terms, q, q_sum, gain, 0, TILE, S, N)
+    if groups_of(TILE) == 2:
+        second = _group_scores(words, terms, q, q_sum, gain, 1, TILE, S, N)
+        scores = tl.join(scores, second).permute(2, 0, 1).reshape(S, N)
+    return scores
+
+
+@triton.jit
+def _page_values(acc, words, p, ROWS: tl.constexpr, TILE: tl.constexpr, N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """acc float32 [ROWS, N] plus V^T p; p float32 [S, N], scale included."""
+    for i in tl.static_range(planes_of(TILE)):
+        for at in tl.static_range(first_part(TILE, i), first_part(TILE, i + 1)):
+            acc = _values(acc, words[at], p, i, at - first_part(TILE, i), ROWS, TILE, N)
+    return acc
+
+
+@triton.jit
+def _values(acc, words, p, I: tl.constexpr, SEG: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, N: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+    """`_page_values` for one segment of plane I."""
+    W: tl.constexpr = words_of(TILE, I)
+    tile = unpack(words, ROWS, W, kind_of(TILE, I), bits_of(TILE, I))
+    part = to_fragment_order(p, N, SEG, nbytes_of(TILE, I), W, bits_of(TILE, I))
+    if planes_of(TILE) > 1:
+        weight = weight_of(tl.arange(0, width_of(TILE, I)), W, bits_of(TILE, I)) * weight_of_plane(TILE, I)
+        part *= weight[:, None]
+    return product(tile, part.to(tile.dtype), acc)
+
+
+@triton.jit
+def _grouped_values(acc, words, terms, p, GROUP: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, N: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+    """acc float32 [ROWS, N] plus V^T p for one of several groups of channels. Each has terms of its own, so values are decoded in registers."""
+    ALL: tl.constexpr = first_part(TILE, planes_of(TILE))
+    for i in tl.static_range(planes_of(TILE)):
+        for at in tl.static_range(first_part(TILE, i), first_part(TILE, i + 1)):
+            codes, scales, zeros = words[GROUP * ALL + at], terms[GROUP * 2 * ALL + at], terms[(GROUP * 2 + 1) * ALL + at]
+            acc = _decoded_values(acc, codes, scales, zeros, p, i, at - first_part(TILE, i), ROWS, TILE, N)
+    return acc
+
+
+@triton.jit
+def _decoded_values(acc, words, scales, zeros, p, I: tl.constexpr, SEG: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, N: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+    """`_grouped_values` for one segment of plane I."""
+    W: tl.constexpr = words_of(TILE, I)
+    WIDTH: tl.constexpr = width_of(TILE, I)
+    codes = unpack_exact(words, ROWS, W, bits_of(TILE, I)).reshape(ROWS // 8, 8, WIDTH)
+    values = codes * (scales * weight_of_plane(TILE, I))[None, :, :]
+    if I == 0:
+        values += zeros[None, :, :]
+    part = to_fragment_order(p, N, SEG, nbytes_of(TILE, I), W, bits_of(TILE, I))
+    return product(values.reshape(ROWS, WIDTH), part.to(tl.float16), acc)
+
+
+# ---- a run of pages --------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def walk(pages, table, first, end, q_pointers, t, t_low, t_high, scale, softcap,
+          K: tl.constexpr, V: tl.constexpr, PAGE_NBYTES: tl.constexpr, K_NBYTES: tl.constexpr,
+          S: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, N: tl.constexpr, Q_BFLOAT16: tl.constexpr,
+          WINDOW: tl.constexpr, SLIDING: tl.constexpr, SOFTCAP: tl.constexpr, PREFETCH: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+    """Attend to pages first .. end - 1 of a sequence, all of which it holds packed.
+
+    pages    uint8 pointer to the pair of this head in page 0; table int32 pointer to this sequence's row
+    t        int32 [N]: the token that each query row is; t_low and t_high the first and last of them
+    scale    of the scores, times log2(e) unless SOFTCAP
+
+    Returns (sums over V: a tuple of float32 [rows, N], one for each group of channels; their factor, float32 []; sums of p * zero, float32 [N];
+    maximum and sum of the softmax, float32 [N], in powers of two).
+    """
+    V_GROUPS: tl.constexpr = groups_of(V)
+    ROWS: tl.constexpr = group_rows_of(V, DV)
+    q, factor, q_sum = _load_queries(q_pointers.to(tl.pointer_type(tl.int16)), N, K, BFLOAT16 if Q_BFLOAT16 else FLOAT16)
+    gain = factor * scale
+    GROUPED: tl.constexpr = V_GROUPS > 1
+    acc = ()
+    for g in tl.static_range(V_GROUPS):
+        acc = acc + (tl.zeros((ROWS, N), tl.float32),)
+    zero_sum = tl.zeros((N,), tl.float32)
+    top_scale = tl.full((), 1e-30, tl.float32)
+    top = tl.full((N,), HIDDEN / 2, tl.float32)  # above HIDDEN, so that a row that has seen nothing gets p = 0
+    total = tl.zeros((N,), tl.float32)
+    slot = tl.arange(0, S)
+    next_held = tl.load(table + first)
+    if PREFETCH:
+        next_words = _load_groups(pages + next_held.to(tl.int64) * PAGE_NBYTES, K, S // groups_of(K), S)
+    for page in range(first, end):
+        slab = pages + next_held.to(tl.int64) * PAGE_NBYTES
+        next_held = tl.load(table + tl.minimum(page + 1, end - 1))  # here before it is needed
+        # All loads of a page before the first use.
+        if PREFETCH:
+            k_words = next_words
+        else:
+            k_words = _load_groups(slab, K, S // groups_of(K), S)
+        k_terms = _load_terms(slab, K, DK, S, term_per(K) == "column")
+        v_terms = _load_terms(slab + K_NBYTES, V, S, S, GROUPED)
+        v_words = _load_groups(slab + K_NBYTES, V, ROWS, DV)
+        scores = _page_scores(k_words, k_terms, q, q_sum, gain, K, S, N)
+        if PREFETCH:
+            next_words = _load_groups(pages + next_held.to(tl.int64) * PAGE_NBYTES, K, S // groups_of(K), S)
+        if SOFTCAP:
+            # tanh(x) = 1 - 2 / (1 + exp(2 x)); the argument of exp2 is 2 x log2(e)
+            scores = (softcap * LOG2E) * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 * LOG2E / softcap))))
+        partly = page >= t_low // S - WINDOW
+        if SLIDING > 0:
+            partly = partly | (page * S <= t_high - SLIDING)
+        if partly:
+            token = page * S + slot[:, None]
+            seen = (page < t // S - WINDOW)[None, :] & (token >= 0)
+            if SLIDING > 0:
+                seen = seen & (token > t[None, :] - SLIDING)
+            scores = tl.where(seen, scores, HIDDEN)
+        new_top = tl.maximum(top, tl.max(scores, axis=0))
+        p = tl.exp2(scores - new_top[None, :])
+        shrink = tl.exp2(top - new_top)
+        top = new_top
+        total = total * shrink + tl.sum(p, axis=0)
+        new_acc = ()
+        if GROUPED:
+            for g in tl.static_range(V_GROUPS):
+                new_acc = new_acc + (
+                    _grouped_values(acc[g] * shrink[None, :], v_words, v_terms, p * P_LIMIT, g, ROWS, V, N),
+                )
+        else:
+            weighted = p * P_LIMIT
+            if has_zero(V):
+                zero_sum = zero_sum * shrink + tl.sum(p * v_terms[1][:, None], axis=0)
+            if has_scale(V):
+                scales = v_terms[0]
+                largest = tl.maximum(top_scale, _largest(scales))
+                shrink = shrink * (top_scale / largest)
+                top_scale = largest
+                if planes_of(V) == 1:
+                    scales *= token_weights(S, nbytes_of(V, 0), bits_of(V, 0))
+                weighted = p * (scales * (P_LIMIT / largest))[:, None]
+            new_acc = new_acc + (_page_values(acc[0] * shrink[None, :], v_words, weighted, ROWS, V, N),)
+        acc = new_acc
+    return acc, top_scale, zero_sum, top, total
+
+
+@triton.jit
+def _largest(scales):  # type: ignore[no-untyped-def]
+    """The largest of positive float32 numbers: their bits are in the same order, and one instruction finds the largest of a warp's integers."""
+    return tl.max(scales.to(tl.int32, bitcast=True), axis=0).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def store(acc, top_scale, zero_sum, top, total, out, lse, N: tl.constexpr, count, V: tl.constexpr, DV: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+    """Write a partial: out float32 [count, DV] normalised, lse float32 [count] in powers of two."""
+    V_GROUPS: tl.constexpr = groups_of(V)
+    ROWS: tl.constexpr = group_rows_of(V, DV)
+    row = tl.arange(0, N)
+    share = 1.0 / tl.maximum(total, 1e-30)
+    for g in tl.static_range(V_GROUPS):
+        if V_GROUPS > 1:
+            result = acc[g] * (1.0 / P_LIMIT)
+        else:
+            result = acc[g] * (unit_of(V) / P_LIMIT)
+            if has_scale(V):
+                result = result * top_scale
+            if has_zero(V):
+                result = result + zero_sum[None, :]
+        channel = g * ROWS + tl.arange(0, ROWS)
+        tl.store(
+            out + row[None, :] * DV + channel[:, None],
+            result * share[None, :],
+            mask=(row[None, :] < count) & (channel[:, None] < DV),
+        )
+    tl.store(lse + row, tl.where(total > 0, top + tl.log2(tl.maximum(total, 1e-30)), float("-inf")), mask=row < count)
+
+
