@@ -143,3 +143,16 @@ def group_rows_of(tile: Tile, rows: int) -> int:
     grouped = tile.scale is not None and tile.scale.groups > 1
     count = tile.scale.group_rows if grouped else rows  # type: ignore[union-attr]
     return 1 << max(4, (count - 1).bit_length())
+
+
+@triton.constexpr_function
+def exact_assembly(field: int, bits: int) -> str:
+    """PTX that turns a field of both halves of a word into two float16 numbers: (word & mask | 1024.0) * weight - 1024 weight."""
+    exponent = 15 - bits * field
+    mask = ((1 << bits) - 1 << bits * field) * 0x10001
+    weight, minus = (exponent << 10) * 0x10001, (0x8000 | (exponent + 10) << 10) * 0x10001
+    return f"""{{ .reg .b32 t, w, m;
+lop3.b32 t, $1, {mask:#x}, 0x64006400, 0xEA;
+mov.b32 w, {weight:#x};
+mov.b32 m, {minus:#x};
+fma.rn.f16x2 $0, t, w, m; }}"""

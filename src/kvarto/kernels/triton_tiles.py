@@ -21,7 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvarto.kernels.triton_spec import BFLOAT16, E5M2, UINT
+from kvarto.kernels.triton_spec import BFLOAT16, E5M2, UINT, exact_assembly
 
 
 _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
@@ -149,9 +149,16 @@ def _two(words, odd, F: tl.constexpr, BITS: tl.constexpr):  # type: ignore[no-un
 @triton.jit
 def _exact(words, F: tl.constexpr, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
     """`_field` as whole numbers: the code is put behind the leading one of 1024, which is then taken away, exactly."""
-    weight = 1.0 / (1 << (BITS * F))
-    halves = _halves((words & (((1 << BITS) - 1) << (BITS * F)) * 0x10001) | 0x64006400, UINT)
-    return halves * tl.full((), weight, tl.float16) - tl.full((), 1024.0 * weight, tl.float16)
+    if _INTERPRETED:
+        weight = 1.0 / (1 << (BITS * F))
+        halves = _halves((words & (((1 << BITS) - 1) << (BITS * F)) * 0x10001) | 0x64006400, UINT)
+        halves = halves * tl.full((), weight, tl.float16) - tl.full((), 1024.0 * weight, tl.float16)
+    else:  # two numbers in one instruction: the compiler takes them apart if it sees them
+        words = tl.inline_asm_elementwise(
+            exact_assembly(F, BITS), "=r,r", [words], dtype=tl.int32, is_pure=True, pack=1
+        )
+        halves = _halves(words, UINT)
+    return halves
 
 
 @triton.jit

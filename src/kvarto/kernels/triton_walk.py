@@ -337,9 +337,12 @@ def walk(pages, table, first, end, q_pointers, t, t_low, t_high, scale, softcap,
         else:
             k_words = _load_groups(slab, K, S // groups_of(K), S)
         k_terms = _load_terms(slab, K, DK, S, term_per(K) == "column")
-        v_terms = _load_terms(slab + K_NBYTES, V, S, S, GROUPED)
         v_words = _load_groups(slab + K_NBYTES, V, ROWS, DV)
+        if not GROUPED:
+            v_terms = _load_terms(slab + K_NBYTES, V, S, S, False)
         scores = _page_scores(k_words, k_terms, q, q_sum, gain, K, S, N)
+        if GROUPED:  # so many that they take the registers of the keys
+            v_terms = _load_terms(slab + K_NBYTES, V, S, S, True)
         if PREFETCH:
             next_words = _load_groups(pages + next_held.to(tl.int64) * PAGE_NBYTES, K, S // groups_of(K), S)
         if SOFTCAP:
