@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 MAX_DIM = 256
 _REGISTERS = 168
 _PREFETCH = False
+_STAGES = 1
 # Pages of a split where the order of sums must not depend on the batch.
 _FIXED_SHARE = 32
 
@@ -90,30 +91,32 @@ def _attend(
     geometry, (T, Hq, _), device = some.layout.geometry, queries.q.shape, queries.q.device
     heads, DV, R = geometry.heads, geometry.v_dim, Hq // geometry.heads
     cut = _cut(queries, rule, packed, raw, heads, R)
-    plan = torch.empty(1 + cut.entries, dtype=torch.int32, device=device)
+    plan = torch.empty(cut.entries, dtype=torch.int32, device=device)
     raw_out, raw_lse = _parts(cut.entries * heads * cut.raw_parts, cut.rows, DV, device)
     shared = {
         "HEADS": heads, "R": R, "S": geometry.page_tokens, "DK": geometry.k_dim, "DV": DV, "N": cut.rows,
         "SINK": rule.sink_pages, "WINDOW": rule.window_pages, "SLIDING": rule.sliding_tokens or 0,
-        "SOFTCAP": softcap is not None, "ENTRIES": 1 << max(6, (cut.entries - 1).bit_length()),
+        "SOFTCAP": softcap is not None,
     }  # fmt: skip
-    at, q = raw or some, _sixteen_bits(some.k if raw is None else raw.k, queries.q)
-    programs.attend_raw[(heads, cut.entries, cut.raw_parts)](
-        q, queries.start, queries.position, at.pages, at.table, plan, raw_out, raw_lse, q.stride(0), q.stride(1),
-        at.table.stride(0), cut.entries, cut.groups, cut.slots, cut.fixed_share, scale, softcap or 0.0,
-        K_NBYTES=at.layout.k.nbytes, PAIR_NBYTES=at.layout.pair_nbytes, BFLOAT16=_is_bfloat16(at.k.tile),
-        HAS_RAW=raw is not None, num_warps=4, **shared,
-    )  # fmt: skip
+    if raw is not None:
+        q = _sixteen_bits(raw.k, queries.q)
+        programs.attend_raw[(heads, cut.entries, cut.raw_parts)](
+            q, queries.start, queries.position, raw.pages, raw.table, raw_out, raw_lse, q.stride(0), q.stride(1),
+            raw.table.stride(0), cut.groups, scale, softcap or 0.0,
+            K_NBYTES=raw.layout.k.nbytes, PAIR_NBYTES=raw.layout.pair_nbytes, BFLOAT16=_is_bfloat16(raw.k.tile),
+            num_warps=4, **shared,
+        )  # fmt: skip
     packed_out, packed_lse = raw_out, raw_lse
     if packed is not None:
         packed_out, packed_lse = _parts(cut.splits, cut.rows, DV, device)
         q = _sixteen_bits(packed.k, queries.q)
         programs.attend_packed[(cut.splits,)](
             q, queries.start, queries.position, packed.pages, packed.table, plan, packed_out, packed_lse,
-            q.stride(0), q.stride(1), packed.table.stride(0), cut.entries, cut.groups, scale, softcap or 0.0,
+            q.stride(0), q.stride(1), packed.table.stride(0),
+            cut.entries, cut.groups, cut.slots, cut.fixed_share, scale, softcap or 0.0,
             K=packed.k.tile, V=packed.v.tile, K_NBYTES=packed.layout.k.nbytes, PAIR_NBYTES=packed.layout.pair_nbytes,
-            BFLOAT16=q.dtype == torch.bfloat16, PREFETCH=_PREFETCH, num_warps=1, num_stages=1, maxnreg=_REGISTERS,
-            **shared,
+            BFLOAT16=q.dtype == torch.bfloat16, PREFETCH=_PREFETCH, num_warps=1, num_stages=_STAGES, maxnreg=_REGISTERS,
+            ENTRIES=1 << max(6, (cut.entries - 1).bit_length()), **_follows(raw is not None), **shared,
         )  # fmt: skip
     out = torch.empty((T, Hq, DV), dtype=torch.float32, device=device)
     lse = torch.empty((T, Hq), dtype=torch.float32, device=device)
@@ -122,7 +125,7 @@ def _attend(
         raw_out, raw_lse, packed_out, packed_lse, plan, queries.start, out if matrix is None else matrix,
         out if sinks is None else sinks, out, lse, out.stride(0), out.stride(1), cut.groups, cut.raw_parts,
         HEADS=heads, R=R, DV=DV, N=cut.rows, HAS_RAW=raw is not None, HAS_PACKED=packed is not None,
-        ROTATION=rotation, HAS_SINKS=sinks is not None, AT_ONCE=_at_once(cut, heads), num_warps=4,
+        ROTATION=rotation, HAS_SINKS=sinks is not None, AT_ONCE=_at_once(cut, heads), num_warps=4, **_follows(True),
     )  # fmt: skip
     return Partial(out, lse)
 
@@ -160,7 +163,7 @@ def _cut(queries: Queries, rule: Rule, packed: PageSet | None, raw: PageSet | No
 
 def _at_once(cut: _Cut, heads: int) -> int:
     """Partial results that a program of the merge reads at once: about as many as there are."""
-    return min(64, max(4, 1 << (cut.splits // (cut.entries * heads) - 1).bit_length()))
+    return min(128, max(4, 1 << (cut.splits // (cut.entries * heads) - 1).bit_length()))
 
 
 def _parts(count: int, rows: int, dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -183,6 +186,16 @@ def _slots(device: torch.device) -> int:
     properties = torch.cuda.get_device_properties(device)
     # Each quarter of a multiprocessor has registers of its own.
     return int(properties.multi_processor_count * 4 * (16384 // (_REGISTERS * 32)))
+
+
+def _follows(previous: bool) -> dict[str, bool]:
+    """Launch option: begin before the previous launch has ended; the program waits for it itself."""
+    return {"launch_pdl": True} if previous and not interpreted() and _has_dependent_launch() else {}
+
+
+@cache
+def _has_dependent_launch() -> bool:
+    return torch.cuda.get_device_capability() >= (9, 0)
 
 
 # ---- what the programs take ------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvarto.kernels.triton_tiles import wait_for_previous
 from kvarto.kernels.triton_walk import LOG2E
 
 
@@ -30,6 +31,7 @@ def combine(
     begin = tl.load(start + sequence)
     if row >= (tl.load(start + sequence + 1) - begin) * R:
         return
+    wait_for_previous()
     D: tl.constexpr = triton.next_power_of_2(DV)
     channel = tl.arange(0, D)
     raw = tl.zeros((D,), tl.float32)
@@ -39,8 +41,8 @@ def combine(
         first = (e * HEADS + head) * raw_parts
         raw, raw_total, raw_top = _merge(raw_out, raw_lse, first, 1, raw_parts, lane, channel, DV, N, D, 4)
     if HAS_PACKED:
-        before = tl.where(e > 0, tl.load(plan + e), 0)  # plan[0] is the share
-        splits = (tl.load(plan + 1 + e) - before) // HEADS
+        before = tl.load(plan + e - 1, mask=e > 0, other=0)
+        splits = (tl.load(plan + e) - before) // HEADS
         packed, packed_total, packed_top = _merge(
             packed_out, packed_lse, before + head, HEADS, splits, lane, channel, DV, N, D, AT_ONCE
         )

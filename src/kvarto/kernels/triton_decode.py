@@ -1,13 +1,16 @@
-"""Split-KV attention of few queries, in three launches: raw pages and the plan, packed pages, and the merge (triton_combine.py).
+"""Split-KV attention of few queries, in three launches: raw pages, packed pages, and the merge (triton_combine.py).
 
 The query rows of a sequence (its tokens times R heads) are cut into *entries* of N rows; an entry and a KV head are a *pair*. All lengths are read
 from the device, so a CUDA graph may be replayed as they grow.
 
-    attend_raw     a program for each raw page (sink, recent window, the query's own page) of each pair; and one that writes the plan
+    attend_raw     a program for each raw page (sink, recent window, the query's own page) of each pair
     attend_packed  a program for each split: a run of packed pages of one pair, read by one warp (triton_walk.py)
 
 The plan cuts each entry's packed pages into equal splits of at most `share` pages, the smallest share for which all splits run at once. With a
 fixed share the sums are added in the same order whatever else is in the batch.
+
+The launches overlap (programmatic dependent launch): packed pages need nothing of raw ones, so `attend_packed` waits for `attend_raw` only when
+its own work is done, and the merge, which waits for it, then knows that both are.
 """
 
 from __future__ import annotations
@@ -15,10 +18,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvarto.kernels.triton_tiles import product
+from kvarto.kernels.triton_tiles import launch_next, product, wait_for_previous
 from kvarto.kernels.triton_walk import HIDDEN, LOG2E, store, walk
 
-_CANDIDATES = tl.constexpr(32)
+_CANDIDATES = tl.constexpr(8)
 
 
 @triton.jit
@@ -43,54 +46,52 @@ def packed_pages_of(count, t_low, t_high, S: tl.constexpr, SINK: tl.constexpr, W
 
 
 @triton.jit
-def _write_plan(
-    plan, start, position, entries, groups, slots, fixed_share, HEADS: tl.constexpr, N: tl.constexpr, R: tl.constexpr,
+def _quotient(number, divisor):  # type: ignore[no-untyped-def]
+    """number / divisor rounded up, of int32 below 2^22: by float32, which is much the faster."""
+    return (((number + divisor).to(tl.float32) - 0.5) / divisor.to(tl.float32)).to(tl.int32)
+
+
+@triton.jit
+def plan_of(
+    start, position, entries, groups, slots, fixed_share, HEADS: tl.constexpr, N: tl.constexpr, R: tl.constexpr,
     S: tl.constexpr, SINK: tl.constexpr, WINDOW: tl.constexpr, SLIDING: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
-    """plan int32 [1 + entries]: the share, then for each entry the number of splits up to and with it, all heads."""
+    """(splits of one head of each entry; splits of all heads up to and with each entry), int32 [ENTRIES]."""
     entry = tl.arange(0, ENTRIES)
     count, t_low, t_high = rows_of(start, position, entry, entry < entries, groups, N, R)
     _, pages = packed_pages_of(count, t_low, t_high, S, SINK, WINDOW, SLIDING)
     pages = tl.where(entry < entries, pages, 0)
-    if fixed_share > 0:
-        share = fixed_share
-    else:
-        # From the even share upwards, in steps of a sixteenth: rounding up costs a split for each pair at most.
+    share = fixed_share
+    if fixed_share == 0:
+        # From the even share upwards: rounding up costs each pair a split at most.
         even = tl.maximum(tl.cdiv(tl.sum(pages, axis=0) * HEADS, slots), 1)
-        shares = even + tl.cdiv(even * tl.arange(0, _CANDIDATES), 16)
-        splits = tl.sum(tl.cdiv(pages[:, None], shares[None, :]), axis=0) * HEADS
+        step = tl.arange(0, _CANDIDATES)
+        shares = even + (even * step * step + 31) // 32
+        splits = tl.sum(_quotient(pages[:, None], shares[None, :]), axis=0) * HEADS
         longest = tl.maximum(tl.max(pages, axis=0), 1)
         share = tl.min(tl.where(splits <= slots, shares, longest), axis=0)
-    tl.store(plan, share)
-    tl.store(plan + 1 + entry, tl.cumsum(tl.cdiv(pages, share), axis=0) * HEADS, mask=entry < entries)
+    splits = _quotient(pages, share)
+    return splits, tl.cumsum(splits, axis=0) * HEADS
 
 
-@triton.jit(do_not_specialize=["columns", "entries", "groups", "slots", "fixed_share"])
+@triton.jit(do_not_specialize=["columns", "groups"])
 def attend_raw(
-    q, start, position, pages, table, plan, out, lse, q_stride_t, q_stride_h, columns,
-    entries, groups, slots, fixed_share, scale, softcap,
-    K_NBYTES: tl.constexpr, PAIR_NBYTES: tl.constexpr, BFLOAT16: tl.constexpr, HAS_RAW: tl.constexpr,
+    q, start, position, pages, table, out, lse, q_stride_t, q_stride_h, columns, groups, scale, softcap,
+    K_NBYTES: tl.constexpr, PAIR_NBYTES: tl.constexpr, BFLOAT16: tl.constexpr,
     HEADS: tl.constexpr, R: tl.constexpr, S: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, N: tl.constexpr,
-    SINK: tl.constexpr, WINDOW: tl.constexpr, SLIDING: tl.constexpr, SOFTCAP: tl.constexpr, ENTRIES: tl.constexpr,
+    SINK: tl.constexpr, WINDOW: tl.constexpr, SLIDING: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
     """Grid (HEADS, entries, most raw pages of an entry, at least 1).
 
     q              [T, Hq, DK] of the pages' own dtype, strides in elements; start int32 [B + 1] and position int32 [B] as in base.Queries
     pages          uint8, table int32 [B, columns] as in base.PageSet: K [S, DK] and V [DV, S], no terms
-    plan           int32 [1 + entries], see `_write_plan`; slots: splits that run at once; fixed_share: 0, or pages of a split
     scale          of the scores; softcap is read only if SOFTCAP
     out, lse       float32 [entries, HEADS, grid 2, N(, DV)]; lse in powers of two, -inf where nothing was seen
     """
     head, entry, number = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if (head == 0) & (entry == 0) & (number == 0):
-        _write_plan(
-            plan, start, position, entries, groups, slots, fixed_share, HEADS, N, R, S, SINK, WINDOW, SLIDING, ENTRIES
-        )
+    launch_next()
     slot = ((entry * HEADS + head) * tl.num_programs(2) + number).to(tl.int64)
     lane = tl.arange(0, 16)
-    if not HAS_RAW:
-        tl.store(lse + slot * N + lane, tl.full((16,), float("-inf"), tl.float32), mask=lane < N)
-        return
     count, t_low, t_high = rows_of(start, position, entry, entry >= 0, groups, N, R)
     sequence = entry // groups
     sinks = tl.minimum(t_high // S + 1, SINK)
@@ -136,9 +137,10 @@ def attend_raw(
     tl.store(lse + slot * N + lane, log, mask=lane < count)
 
 
-@triton.jit(do_not_specialize=["columns", "entries", "groups"])
+@triton.jit(do_not_specialize=["columns", "entries", "groups", "slots", "fixed_share"])
 def attend_packed(
-    q, start, position, pages, table, plan, out, lse, q_stride_t, q_stride_h, columns, entries, groups, scale, softcap,
+    q, start, position, pages, table, plan, out, lse, q_stride_t, q_stride_h, columns,
+    entries, groups, slots, fixed_share, scale, softcap,
     K: tl.constexpr, V: tl.constexpr, K_NBYTES: tl.constexpr, PAIR_NBYTES: tl.constexpr, BFLOAT16: tl.constexpr,
     HEADS: tl.constexpr, R: tl.constexpr, S: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, N: tl.constexpr,
     SINK: tl.constexpr, WINDOW: tl.constexpr, SLIDING: tl.constexpr, SOFTCAP: tl.constexpr, ENTRIES: tl.constexpr,
@@ -148,17 +150,38 @@ def attend_packed(
 
     q              bfloat16 (BFLOAT16) or float16 [T, Hq, DK], in the domain of the tile
     K, V           the slabs' Tile
+    plan           int32 [entries]: filled with the splits of all heads up to and with each entry
+    slots          splits that run at once; fixed_share: pages of a split, or 0 for as many as fill the slots
     out, lse       float32 [grid 0, N(, DV)]
     """
+    launch_next()
+    all_splits, ends = plan_of(
+        start, position, entries, groups, slots, fixed_share, HEADS, N, R, S, SINK, WINDOW, SLIDING, ENTRIES
+    )
     entry = tl.arange(0, ENTRIES)
-    ends = tl.load(plan + 1 + entry, mask=entry < entries, other=1 << 30)
+    if tl.program_id(0) == 0:
+        tl.store(plan + entry, ends, mask=entry < entries)
     e = tl.sum((ends <= tl.program_id(0)).to(tl.int32), axis=0)
-    if e >= entries:
-        return
-    before = tl.where(e > 0, tl.load(plan + e), 0)  # plan[0] is the share
+    if e < entries:
+        before = tl.sum(tl.where(entry == e - 1, ends, 0), axis=0)
+        splits = tl.sum(tl.where(entry == e, all_splits, 0), axis=0)
+        _attend_split(
+            q, start, position, pages, table, out, lse, q_stride_t, q_stride_h, columns, e, groups, before, splits, scale, softcap,
+            K, V, K_NBYTES, PAIR_NBYTES, BFLOAT16, HEADS, R, S, DK, DV, N, SINK, WINDOW, SLIDING, SOFTCAP, PREFETCH,
+        )  # fmt: skip
+    wait_for_previous()
+
+
+@triton.jit
+def _attend_split(
+    q, start, position, pages, table, out, lse, q_stride_t, q_stride_h, columns, e, groups, before, splits, scale, softcap,
+    K: tl.constexpr, V: tl.constexpr, K_NBYTES: tl.constexpr, PAIR_NBYTES: tl.constexpr, BFLOAT16: tl.constexpr,
+    HEADS: tl.constexpr, R: tl.constexpr, S: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, N: tl.constexpr,
+    SINK: tl.constexpr, WINDOW: tl.constexpr, SLIDING: tl.constexpr, SOFTCAP: tl.constexpr, PREFETCH: tl.constexpr,
+):  # type: ignore[no-untyped-def]  # fmt: skip
+    """The split of entry e that this program has; programs from `before` on are those of the entry."""
     head = (tl.program_id(0) - before) % HEADS
     split = (tl.program_id(0) - before) // HEADS
-    splits = (tl.load(plan + 1 + e) - before) // HEADS
     count, t_low, t_high = rows_of(start, position, e, e >= 0, groups, N, R)
     bottom, number = packed_pages_of(count, t_low, t_high, S, SINK, WINDOW, SLIDING)
     per = tl.cdiv(number, splits)

@@ -20,11 +20,26 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvarto.kernels.triton_spec import BFLOAT16, E5M2, UINT, exact_assembly
 
 
 _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+
+@triton.jit
+def launch_next():  # type: ignore[no-untyped-def]
+    """Let the next kernel of the stream begin, if it was launched to."""
+    if not _INTERPRETED:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_previous():  # type: ignore[no-untyped-def]
+    """Wait until the kernel before this one has ended and what it wrote can be read."""
+    if not _INTERPRETED:
+        gdc_wait()
 
 
 @triton.jit
@@ -258,7 +273,7 @@ def weight_of(position, W: tl.constexpr, BITS: tl.constexpr):  # type: ignore[no
 
 @triton.jit
 def load_columns(pointers, N: tl.constexpr, SEG: tl.constexpr, NBYTES: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr, SECOND: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
-    """A 16-bit float for each column of a row of codes, in its fragment order: [N, columns], 0 at padding.
+    """A 16-bit float for each column of a row of codes, in its loading order: [N, columns], 0 at padding. See `to_codes`.
 
     pointers  [N, 1] of 16-bit elements: number of channel 0; column c stands for channel FIRST + c, from COUNT on SECOND + c - COUNT
     KIND      of the numbers: FLOAT16 or BFLOAT16; NBYTES, W and BITS are those of the codes
@@ -266,8 +281,11 @@ def load_columns(pointers, N: tl.constexpr, SEG: tl.constexpr, NBYTES: tl.conste
     if W == 2:
         tile = _load_small(pointers, N, NBYTES, BITS, KIND, FIRST, COUNT, SECOND)
     elif (NBYTES % 4 != 0) | (FIRST != 0) | (SECOND != 0):
-        column = column_of(tl.arange(0, W * 32 // BITS), SEG, NBYTES, W, BITS)[None, :]
-        channel = tl.where(column < COUNT, FIRST + column, SECOND + column - COUNT)
+        at = tl.arange(0, W * 32 // BITS)
+        if BITS < 16:  # loading order: odd and pair change places
+            at = (at & -4) | ((at & 1) << 1) | ((at >> 1) & 1)
+        column = column_of(at, SEG, NBYTES, W, BITS)[None, :]
+        channel = _channel_of(column, FIRST, COUNT, SECOND)
         tile = _float(tl.load(pointers + channel, mask=column < (1 << 30), other=0), KIND)
     elif BITS == 16:
         word = tl.arange(0, W)[None, :]
@@ -305,13 +323,13 @@ def _load_runs(words, N: tl.constexpr, SEG: tl.constexpr, NBYTES: tl.constexpr, 
         tile = tl.join(tile, upper)
     # Now: row, (lane, j1, pair), odd, chunk, f0, f1, f2
     if BITS == 8:
-        tile = tile.reshape(N, 4, CHUNK // 2, 2, 2, RUNS).permute(0, 5, 2, 1, 4, 3)
+        tile = tile.reshape(N, 4, CHUNK // 2, 2, 2, RUNS).permute(0, 5, 2, 1, 3, 4)
     elif BITS == 4:
-        tile = tile.reshape(N, 4, CHUNK // 2, 2, 2, RUNS, 2).permute(0, 5, 2, 6, 1, 4, 3)
+        tile = tile.reshape(N, 4, CHUNK // 2, 2, 2, RUNS, 2).permute(0, 5, 2, 6, 1, 3, 4)
     elif BITS == 2:
-        tile = tile.reshape(N, 4, CHUNK // 2, 2, 2, RUNS, 2, 2).permute(0, 5, 2, 7, 6, 1, 4, 3)
+        tile = tile.reshape(N, 4, CHUNK // 2, 2, 2, RUNS, 2, 2).permute(0, 5, 2, 7, 6, 1, 3, 4)
     else:
-        tile = tile.reshape(N, 4, CHUNK // 2, 2, 2, RUNS, 2, 2, 2).permute(0, 5, 2, 8, 7, 6, 1, 4, 3)
+        tile = tile.reshape(N, 4, CHUNK // 2, 2, 2, RUNS, 2, 2, 2).permute(0, 5, 2, 8, 7, 6, 1, 3, 4)
     return tile.reshape(N, W * 32 // BITS)
 
 
@@ -347,43 +365,53 @@ def _load_if(pointers, inside, WHOLE: tl.constexpr):  # type: ignore[no-untyped-
 @triton.jit
 def _load_small(pointers, N: tl.constexpr, NBYTES: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr, SECOND: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
     """`load_columns` for rows of up to 8 bytes."""
-    even = _small(pointers, 0, 0, NBYTES, BITS, KIND, FIRST, COUNT, SECOND)
-    odd = _small(pointers, 1, 0, NBYTES, BITS, KIND, FIRST, COUNT, SECOND)
-    tile = tl.join(even, odd)  # row, lane, f0, f1, f2, pair
-    if BITS == 2:
-        tile = tile.permute(0, 3, 1, 2, 4)
-    elif BITS == 1:
-        tile = tile.permute(0, 4, 3, 1, 2, 5)
-    return tile.reshape(N, 64 // BITS)
-
-
-@triton.jit
-def _small(pointers, PAIR: tl.constexpr, F: tl.constexpr, NBYTES: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr, SECOND: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
-    """[N, 4, 2(, 2(, 2))]: the channels of one byte of each lane's two, all fields."""
-    tile = _small_two(pointers, PAIR, 0, NBYTES, KIND, FIRST, COUNT, SECOND)
+    tile = _small_two(pointers, 0, NBYTES, KIND, FIRST, COUNT, SECOND)
     if BITS <= 2:
-        tile = tl.join(tile, _small_two(pointers, PAIR, 2, NBYTES, KIND, FIRST, COUNT, SECOND))
+        tile = tl.join(tile, _small_two(pointers, 2, NBYTES, KIND, FIRST, COUNT, SECOND))
     if BITS == 1:
         upper = tl.join(
-            _small_two(pointers, PAIR, 4, NBYTES, KIND, FIRST, COUNT, SECOND),
-            _small_two(pointers, PAIR, 6, NBYTES, KIND, FIRST, COUNT, SECOND),
+            _small_two(pointers, 4, NBYTES, KIND, FIRST, COUNT, SECOND),
+            _small_two(pointers, 6, NBYTES, KIND, FIRST, COUNT, SECOND),
         )
         tile = tl.join(tile, upper)
+    return _ordered(tile, N, 2, BITS)
+
+
+@triton.jit
+def _small_two(pointers, F: tl.constexpr, NBYTES: tl.constexpr, KIND: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr, SECOND: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+    low = _small_one(pointers, F, NBYTES, KIND, FIRST, COUNT, SECOND)
+    return tl.join(low, _small_one(pointers, F + 1, NBYTES, KIND, FIRST, COUNT, SECOND))
+
+
+@triton.jit
+def _small_one(pointers, F: tl.constexpr, NBYTES: tl.constexpr, KIND: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr, SECOND: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+    """Field F of each lane's two bytes: [N, 4, 2]."""
+    byte = 2 * tl.arange(0, 4)[None, :]
+    if (NBYTES % 2 == 0) & (FIRST % 2 == 0) & (COUNT % 2 == 0) & (SECOND % 2 == 0):
+        word = _channel_of(F * NBYTES + byte, FIRST, COUNT, SECOND) // 2
+        words = tl.load(pointers.to(tl.pointer_type(tl.int32)) + word, mask=byte < NBYTES, other=0)
+        numbers = _halves(words, KIND)
+    else:
+        low = _channel_of(F * NBYTES + byte, FIRST, COUNT, SECOND)
+        high = _channel_of(F * NBYTES + byte + 1, FIRST, COUNT, SECOND)
+        numbers = tl.join(
+            _float(tl.load(pointers + low, mask=byte < NBYTES, other=0), KIND),
+            _float(tl.load(pointers + high, mask=byte + 1 < NBYTES, other=0), KIND),
+        )
+    return numbers
+
+
+@triton.jit
+def _channel_of(column, FIRST: tl.constexpr, COUNT: tl.constexpr, SECOND: tl.constexpr):  # type: ignore[no-untyped-def]
+    return tl.where(column < COUNT, FIRST + column, SECOND + column - COUNT)
+
+
+@triton.jit
+def to_codes(tile, N: tl.constexpr, COLUMNS: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """From loading to fragment order. A word of numbers holds two neighbours, a word of codes every second one: odd and pair change places."""
+    if (W > 2) & (BITS < 16):
+        tile = tile.reshape(N, COLUMNS // 4, 2, 2).permute(0, 1, 3, 2).reshape(N, COLUMNS)
     return tile
-
-
-@triton.jit
-def _small_two(pointers, PAIR: tl.constexpr, F: tl.constexpr, NBYTES: tl.constexpr, KIND: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr, SECOND: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
-    low = _small_one(pointers, PAIR, F, NBYTES, KIND, FIRST, COUNT, SECOND)
-    return tl.join(low, _small_one(pointers, PAIR, F + 1, NBYTES, KIND, FIRST, COUNT, SECOND))
-
-
-@triton.jit
-def _small_one(pointers, PAIR: tl.constexpr, F: tl.constexpr, NBYTES: tl.constexpr, KIND: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr, SECOND: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
-    byte = 2 * tl.arange(0, 4)[None, :] + PAIR
-    column = F * NBYTES + byte
-    channel = tl.where(column < COUNT, FIRST + column, SECOND + column - COUNT)
-    return _float(tl.load(pointers + channel, mask=byte < NBYTES, other=0), KIND)
 
 
 @triton.jit

@@ -48,6 +48,7 @@ from kvarto.kernels.triton_tiles import (
     load_pairs,
     load_words,
     product,
+    to_codes,
     to_fragment_order,
     token_weights,
     unpack,
@@ -189,6 +190,7 @@ def _product(scores, words, part, scales, I: tl.constexpr, ROWS: tl.constexpr, T
     COLUMNS: tl.constexpr = width_of(TILE, I)
     if SCALED:
         part = part * _repeat(scales, N, COLUMNS)
+    part = to_codes(part, N, COLUMNS, W, bits_of(TILE, I))
     if bits_of(TILE, I) < 8:
         weight = weight_of(tl.arange(0, COLUMNS), W, bits_of(TILE, I)) * weight_of_plane(TILE, I)
         part = part * weight[None, :].to(tl.float16)
@@ -288,9 +290,10 @@ def _decoded_values(acc, words, scales, zeros, p, I: tl.constexpr, SEG: tl.const
     W: tl.constexpr = words_of(TILE, I)
     WIDTH: tl.constexpr = width_of(TILE, I)
     codes = unpack_exact(words, ROWS, W, bits_of(TILE, I)).reshape(ROWS // 8, 8, WIDTH)
+    scales = to_codes(scales, 8, WIDTH, W, bits_of(TILE, I))
     values = codes * (scales * weight_of_plane(TILE, I))[None, :, :]
     if I == 0:
-        values += zeros[None, :, :]
+        values += to_codes(zeros, 8, WIDTH, W, bits_of(TILE, I))[None, :, :]
     part = to_fragment_order(p, N, SEG, nbytes_of(TILE, I), W, bits_of(TILE, I))
     return product(values.reshape(ROWS, WIDTH), part.to(tl.float16), acc)
 
@@ -320,10 +323,10 @@ def walk(pages, table, first, end, q_pointers, t, t_low, t_high, scale, softcap,
     acc = ()
     for g in tl.static_range(V_GROUPS):
         acc = acc + (tl.zeros((ROWS, N), tl.float32),)
-    zero_sum = tl.zeros((N,), tl.float32)
+    zero_sum = tl.zeros((8, N), tl.float32)  # sums over every eighth token: the lanes of a warp are added up at the end
     top_scale = tl.full((), 1e-30, tl.float32)
     top = tl.full((N,), HIDDEN / 2, tl.float32)  # above HIDDEN, so that a row that has seen nothing gets p = 0
-    total = tl.zeros((N,), tl.float32)
+    total = tl.zeros((8, N), tl.float32)
     slot = tl.arange(0, S)
     next_held = tl.load(table + first)
     if PREFETCH:
@@ -361,7 +364,7 @@ def walk(pages, table, first, end, q_pointers, t, t_low, t_high, scale, softcap,
         p = tl.exp2(scores - new_top[None, :])
         shrink = tl.exp2(top - new_top)
         top = new_top
-        total = total * shrink + tl.sum(p, axis=0)
+        total = total * shrink[None, :] + tl.sum(p.reshape(S // 8, 8, N), axis=0)
         new_acc = ()
         if GROUPED:
             for g in tl.static_range(V_GROUPS):
@@ -371,7 +374,8 @@ def walk(pages, table, first, end, q_pointers, t, t_low, t_high, scale, softcap,
         else:
             weighted = p * P_LIMIT
             if has_zero(V):
-                zero_sum = zero_sum * shrink + tl.sum(p * v_terms[1][:, None], axis=0)
+                zeros = (p * v_terms[1][:, None]).reshape(S // 8, 8, N)
+                zero_sum = zero_sum * shrink[None, :] + tl.sum(zeros, axis=0)
             if has_scale(V):
                 scales = v_terms[0]
                 largest = tl.maximum(top_scale, _largest(scales))
@@ -382,7 +386,7 @@ def walk(pages, table, first, end, q_pointers, t, t_low, t_high, scale, softcap,
                 weighted = p * (scales * (P_LIMIT / largest))[:, None]
             new_acc = new_acc + (_page_values(acc[0] * shrink[None, :], v_words, weighted, ROWS, V, N),)
         acc = new_acc
-    return acc, top_scale, zero_sum, top, total
+    return acc, top_scale, tl.sum(zero_sum, axis=0), top, tl.sum(total, axis=0)
 
 
 @triton.jit
