@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -9,16 +10,18 @@ from typing import TYPE_CHECKING, Any
 from kvarto.codecs import Codec
 from kvarto.errors import BackendUnavailable, UnknownName
 from kvarto.jit import compile_reader
+from kvarto.kernels import triton_seal
 from kvarto.kernels.base import Kernel, SlabReader
 from kvarto.kernels.numba import NumbaKernel
 from kvarto.kernels.reference import ReferenceKernel
+from kvarto.kernels.triton import TritonKernel
 from kvarto.layout import PageLayout, SlabLayout
 from kvarto.tile import Tile
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-KERNELS: tuple[type[Kernel], ...] = (NumbaKernel, ReferenceKernel)
+KERNELS: tuple[type[Kernel], ...] = (NumbaKernel, TritonKernel, ReferenceKernel)
 """In the order of preference."""
 
 
@@ -28,6 +31,11 @@ class BoundCodec:
 
     codec: Codec
     layout: SlabLayout
+
+    @property
+    def name(self) -> str:
+        """Of the codec."""
+        return self.codec.name
 
     def encode(self, x: Tensor) -> Tensor:
         """See `Codec.encode`."""
@@ -82,3 +90,28 @@ def choose_kernel(wanted: str | None, layout: PageLayout, k: SlabReader, v: Slab
             f"kernel {wanted}", str(support.reason), "leave the kernel unnamed to get one that supports it"
         )
     return named[wanted]
+
+
+Sealer = Callable[["Tensor", "Tensor", "Tensor", "Tensor", "Tensor | None"], None]
+"""(raw_pages, raw_ids, sealed_pages, sealed_ids, saturated) as in `kernels.triton_seal.seal_pages`."""
+
+
+def choose_sealer(
+    raw_layout: PageLayout, layout: PageLayout, k: BoundCodec, v: BoundCodec, device: str
+) -> Sealer | None:
+    """What seals pages on the GPU in one launch, or None: then they go through `encode`, a torch operation at a time."""
+    if device != "cuda":
+        return None
+    sealings = k.codec.sealing(layout.k), v.codec.sealing(layout.v)
+    if not triton_seal.supports(raw_layout, layout, *sealings, device):
+        return None
+
+    def seal(
+        raw_pages: Tensor, raw_ids: Tensor, sealed_pages: Tensor, sealed_ids: Tensor, saturated: Tensor | None
+    ) -> None:
+        assert sealings[0] is not None and sealings[1] is not None, "seal without supports"  # noqa: PT018
+        triton_seal.seal_pages(
+            raw_pages, raw_layout, raw_ids, sealed_pages, layout, sealed_ids, sealings[0], sealings[1], saturated
+        )
+
+    return seal

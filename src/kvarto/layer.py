@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvarto.binding import BoundCodec, choose_kernel
+from kvarto.binding import BoundCodec, choose_kernel, choose_sealer
 from kvarto.cache.finite import FiniteCheck
 from kvarto.cache.slab import PageStore
 from kvarto.cache.tables import Cursor, send
@@ -118,6 +118,7 @@ class LayerKV:
         self.rule = _rule(spec, chosen)
         self.kernel = choose_kernel(kernel, self.layout, self.k, self.v, device.type)
         self.raw_kernel = choose_kernel(kernel, self.raw_layout, self.raw_k, self.raw_v, device.type)
+        self._sealer = choose_sealer(self.raw_layout, self.layout, self.k, self.v, device.type)
         self.sealed = PageStore(self.layout.nbytes, device)
         self.open = open_pages.store(self.raw_layout.nbytes)
         self.sequences = Sequences(self.rule, self.sealed, self.open, device)
@@ -225,7 +226,13 @@ class LayerKV:
         self.sequences.seal(due, sealed_ids)
 
     def _seal(self, raw_ids: Sequence[int], sealed_ids: Sequence[int]) -> None:
-        """Encode pages of the raw store into the sealed one. All that sealing does to bytes is here, so that a GPU's sealer may take its place."""
+        """Encode pages of the raw store into the sealed one."""
+        if self._sealer is not None:
+            if isinstance(self._saturated, int):
+                self._saturated = torch.full((1,), self._saturated, dtype=torch.int64, device=self.device)
+            ids = send(np.array([raw_ids, sealed_ids], np.int32), self.device)
+            self._sealer(self.open.pages, ids[0], self.sealed.pages, ids[1], self._saturated)
+            return
         raw_k, raw_v = self.open.view(self.spec.geometry, self._raw_views)
         elements = _SEAL_ELEMENTS_CPU if self.device.type == "cpu" else _SEAL_ELEMENTS
         at_once = max(1, elements // (self.spec.geometry.elements_per_token * self.rule.page_tokens))

@@ -12,7 +12,7 @@ never a token after its own, nor one that the model's sliding window hides. The 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -24,8 +24,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class SlabReader(Protocol):
-    """One side of a page as kernels see it: a codec bound to a slab layout."""
+class SlabReader(Hashable, Protocol):
+    """One side of a page as kernels see it: a codec bound to a slab layout. Equal readers read alike."""
+
+    @property
+    def name(self) -> str:
+        """Of the codec, for tables of what was tuned."""
 
     @property
     def layout(self) -> SlabLayout:

@@ -44,8 +44,8 @@ class TritonKernel:
         for side, reader in ((Side.K, k), (Side.V, v)):
             if reader.tile is None:
                 return Support(f"the {side.upper()} codec has no tile")
-            if reason := _why_not(side, reader.tile, reader.layout.dim):
-                return Support(f"{side.upper()}: {reason}")
+            if (why := _why_not(side, reader.tile, reader.layout.dim)) is not None:
+                return Support(f"{side.upper()}: {why}")
         return Support()
 
     def attend(
@@ -71,14 +71,15 @@ def _why_not(side: Side, tile: Tile, dim: int) -> str | None:
     for plane in tile.planes:
         if plane.kind == "float32":
             return "float32 values: tensor cores have no such operand"
-        if side is Side.V and plane.row_nbytes & (plane.row_nbytes - 1) or side is Side.V and plane.row_nbytes < 8:
+        if side is Side.V and (plane.row_nbytes < 8 or plane.row_nbytes & (plane.row_nbytes - 1)):
             return f"rows of {plane.row_nbytes} bytes"
     per = None if tile.scale is None else tile.scale.per
     if side is Side.V and per == "row":
         return "a scale for each channel of all tokens"
-    if side is Side.K and tile.scale is not None and per == "column":
-        if tile.scale.groups > 2 or tile.zero is None or tile.scale.dtype != "float16":
-            return f"{tile.scale.groups} groups of tokens, {tile.scale.dtype}"
+    scale = tile.scale
+    if side is Side.K and scale is not None and per == "column":
+        readable = scale.groups <= 2 and tile.zero is not None and scale.dtype == "float16"
+        return None if readable else f"column terms of {scale.groups} groups, {scale.dtype}"
     return None
 
 

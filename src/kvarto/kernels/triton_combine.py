@@ -15,7 +15,7 @@ def combine(
     groups, raw_parts,
     HEADS: tl.constexpr, R: tl.constexpr, DV: tl.constexpr, N: tl.constexpr, HAS_RAW: tl.constexpr, HAS_PACKED: tl.constexpr,
     ROTATION: tl.constexpr, HAS_SINKS: tl.constexpr, AT_ONCE: tl.constexpr,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     """Grid (HEADS * N, entries): one query row each.
 
     raw_*, packed_*  as `attend_raw` (raw_parts of each pair) and `attend_packed` left them; the latter in the tile's domain
@@ -72,7 +72,7 @@ def combine(
 
 
 @triton.jit
-def _hadamard(x, D: tl.constexpr):  # type: ignore[no-untyped-def]
+def _hadamard(x, D: tl.constexpr):
     """The orthogonal transform of Sylvester of x [D], which is its own inverse."""
     for i in tl.static_range(D.bit_length() - 1):
         first, second = tl.split(x.reshape(D >> (i + 1), 2, 1 << i).permute(0, 2, 1))
@@ -81,8 +81,11 @@ def _hadamard(x, D: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _merge(out_parts, lse_parts, first, step, count, lane, channel, DV: tl.constexpr, N: tl.constexpr, D: tl.constexpr, AT_ONCE: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
-    """Merge partial results first, first + step, ...: (weighted sum float32 [D], sum of weights, the maximum that they are relative to)."""
+def _merge(
+    out_parts, lse_parts, first, step, count, lane, channel,
+    DV: tl.constexpr, N: tl.constexpr, D: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Merge partial results first, first + step ...: (weighted sum float32 [D], sum of weights, the maximum that they are relative to)."""
     tops = tl.full((AT_ONCE,), -1e30, tl.float32)
     totals = tl.zeros((AT_ONCE,), tl.float32)
     result = tl.zeros((AT_ONCE, D), tl.float32)
@@ -92,7 +95,9 @@ def _merge(out_parts, lse_parts, first, step, count, lane, channel, DV: tl.const
         log = tl.load(lse_parts + at, mask=part < count, other=float("-inf"))
         # Numbers of a part that saw nothing are not written: they are read all the same, not to wait, and not used.
         values = tl.load(
-            out_parts + at[:, None] * DV + channel[None, :], mask=(part < count)[:, None] & (channel < DV)[None, :], other=0.0
+            out_parts + at[:, None] * DV + channel[None, :],
+            mask=(part < count)[:, None] & (channel < DV)[None, :],
+            other=0.0,
         )
         values = tl.where((log > float("-inf"))[:, None], values, 0.0)
         new_tops = tl.maximum(tops, log)

@@ -25,7 +25,7 @@ _CANDIDATES = tl.constexpr(8)
 
 
 @triton.jit
-def rows_of(start, position, entry, inside, groups, N: tl.constexpr, R: tl.constexpr):  # type: ignore[no-untyped-def]
+def rows_of(start, position, entry, inside, groups, N: tl.constexpr, R: tl.constexpr):
     """(query rows, first token, last token) of an entry, int32, a scalar or a vector; `inside` is False where there is none."""
     sequence = entry // groups
     first_row = entry % groups * N
@@ -37,7 +37,7 @@ def rows_of(start, position, entry, inside, groups, N: tl.constexpr, R: tl.const
 
 
 @triton.jit
-def packed_pages_of(count, t_low, t_high, S: tl.constexpr, SINK: tl.constexpr, WINDOW: tl.constexpr, SLIDING: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+def packed_pages_of(count, t_low, t_high, S: tl.constexpr, SINK: tl.constexpr, WINDOW: tl.constexpr, SLIDING: tl.constexpr):  # fmt: skip
     """(first, number) of the packed pages that an entry reads."""
     bottom = t_low * 0 + SINK
     if SLIDING > 0:
@@ -46,7 +46,7 @@ def packed_pages_of(count, t_low, t_high, S: tl.constexpr, SINK: tl.constexpr, W
 
 
 @triton.jit
-def _quotient(number, divisor):  # type: ignore[no-untyped-def]
+def _quotient(number, divisor):
     """number / divisor rounded up, of int32 below 2^22: by float32, which is much the faster."""
     return (((number + divisor).to(tl.float32) - 0.5) / divisor.to(tl.float32)).to(tl.int32)
 
@@ -55,7 +55,7 @@ def _quotient(number, divisor):  # type: ignore[no-untyped-def]
 def plan_of(
     start, position, entries, groups, slots, fixed_share, HEADS: tl.constexpr, N: tl.constexpr, R: tl.constexpr,
     S: tl.constexpr, SINK: tl.constexpr, WINDOW: tl.constexpr, SLIDING: tl.constexpr, ENTRIES: tl.constexpr,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     """(splits of one head of each entry; splits of all heads up to and with each entry), int32 [ENTRIES]."""
     entry = tl.arange(0, ENTRIES)
     count, t_low, t_high = rows_of(start, position, entry, entry < entries, groups, N, R)
@@ -80,7 +80,7 @@ def attend_raw(
     K_NBYTES: tl.constexpr, PAIR_NBYTES: tl.constexpr, BFLOAT16: tl.constexpr,
     HEADS: tl.constexpr, R: tl.constexpr, S: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, N: tl.constexpr,
     SINK: tl.constexpr, WINDOW: tl.constexpr, SLIDING: tl.constexpr, SOFTCAP: tl.constexpr,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     """Grid (HEADS, entries, most raw pages of an entry, at least 1).
 
     q              [T, Hq, DK] of the pages' own dtype, strides in elements; start int32 [B + 1] and position int32 [B] as in base.Queries
@@ -145,7 +145,7 @@ def attend_packed(
     HEADS: tl.constexpr, R: tl.constexpr, S: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, N: tl.constexpr,
     SINK: tl.constexpr, WINDOW: tl.constexpr, SLIDING: tl.constexpr, SOFTCAP: tl.constexpr, ENTRIES: tl.constexpr,
     PREFETCH: tl.constexpr,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     """Grid (at least the splits of the plan,), heads of a split next to each other; one warp. Arguments as in `attend_raw`.
 
     q              bfloat16 (BFLOAT16) or float16 [T, Hq, DK], in the domain of the tile
@@ -178,7 +178,7 @@ def _attend_split(
     K: tl.constexpr, V: tl.constexpr, K_NBYTES: tl.constexpr, PAIR_NBYTES: tl.constexpr, BFLOAT16: tl.constexpr,
     HEADS: tl.constexpr, R: tl.constexpr, S: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, N: tl.constexpr,
     SINK: tl.constexpr, WINDOW: tl.constexpr, SLIDING: tl.constexpr, SOFTCAP: tl.constexpr, PREFETCH: tl.constexpr,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     """The split of entry e that this program has; programs from `before` on are those of the entry."""
     head = (tl.program_id(0) - before) % HEADS
     split = (tl.program_id(0) - before) // HEADS

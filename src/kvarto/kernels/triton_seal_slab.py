@@ -23,7 +23,7 @@ INT_MAX = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def seal(  # type: ignore[no-untyped-def]
+def seal(
     raw,
     raw_ids,
     sealed,
@@ -51,7 +51,7 @@ def seal(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _seal_slab(raw, slab, saturated, scales, head, P: tl.constexpr):  # type: ignore[no-untyped-def]
+def _seal_slab(raw, slab, saturated, scales, head, P: tl.constexpr):
     """raw: the raw slab, slab: where the sealed one goes; pointers to uint8."""
     x = _load_raw(raw, P)
     if P.method == "cast":
@@ -76,7 +76,7 @@ def _seal_slab(raw, slab, saturated, scales, head, P: tl.constexpr):  # type: ig
 
 
 @triton.jit
-def _rows(P: tl.constexpr):  # type: ignore[no-untyped-def]
+def _rows(P: tl.constexpr):
     """Row of the tile that each padded row holds, [R, 1]; P.rows or more where there is none."""
     place = tl.arange(0, P.row_pad)[:, None]
     if P.odd > 1:
@@ -86,7 +86,7 @@ def _rows(P: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _columns(COUNT: tl.constexpr, P: tl.constexpr):  # type: ignore[no-untyped-def]
+def _columns(COUNT: tl.constexpr, P: tl.constexpr):
     """Column, or byte of a packed row, that each of COUNT padded ones holds, [1, COUNT]; P.columns or more where there is none."""
     place = tl.arange(0, COUNT)[None, :]
     if P.run_pad > P.run:
@@ -95,7 +95,7 @@ def _columns(COUNT: tl.constexpr, P: tl.constexpr):  # type: ignore[no-untyped-d
 
 
 @triton.jit
-def _load_raw(raw, P: tl.constexpr):  # type: ignore[no-untyped-def]
+def _load_raw(raw, P: tl.constexpr):
     """The raw slab as a tile, padding 0; rows in plain order."""
     vector: tl.constexpr = P.vector
     row, column = tl.arange(0, P.row_pad)[:, None], tl.max_contiguous(tl.arange(0, P.column_pad), vector)[None, :]
@@ -109,7 +109,7 @@ def _load_raw(raw, P: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _load(raw, at, inside, P: tl.constexpr):  # type: ignore[no-untyped-def]
+def _load(raw, at, inside, P: tl.constexpr):
     """Raw numbers as float32, 0 where not inside."""
     if P.raw_dtype == "bfloat16":
         bits = tl.load(raw.to(tl.pointer_type(tl.uint16)) + at, mask=inside, other=0).to(tl.int32)
@@ -123,7 +123,7 @@ def _load(raw, at, inside, P: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _cast(x, slab, scales, head, P: tl.constexpr):  # type: ignore[no-untyped-def]
+def _cast(x, slab, scales, head, P: tl.constexpr):
     """Write a slab of floats; returns how many were clamped."""
     y, clamped = x, 0
     if P.shared == "slab":
@@ -144,7 +144,7 @@ def _cast(x, slab, scales, head, P: tl.constexpr):  # type: ignore[no-untyped-de
 
 
 @triton.jit
-def _store_floats(x, slab, P: tl.constexpr):  # type: ignore[no-untyped-def]
+def _store_floats(x, slab, P: tl.constexpr):
     rows, columns = tl.arange(0, P.row_pad)[:, None], _columns(P.column_pad, P)
     at, inside = rows * P.columns + columns, (rows < P.rows) & (columns < P.columns)
     start = slab + P.planes[0].offset
@@ -161,14 +161,14 @@ def _store_floats(x, slab, P: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _bfloat16_bits(x):  # type: ignore[no-untyped-def]
+def _bfloat16_bits(x):
     """Of finite x, rounded to nearest even; int32, low 16 bits."""
     bits = x.to(tl.int32, bitcast=True)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF
 
 
 @triton.jit
-def _float8_bits(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _float8_bits(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
     """Of x within the largest number, rounded to nearest even, subnormals included; uint8."""
     bits = x.to(tl.int32, bitcast=True)
     size = bits & INT_MAX
@@ -186,7 +186,7 @@ def _float8_bits(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr):  # type: ignore
 
 
 @triton.jit
-def _range(x, slab, P: tl.constexpr):  # type: ignore[no-untyped-def]
+def _range(x, slab, P: tl.constexpr):
     """affine.fit and affine.quantize of each group."""
     columns = _columns(P.column_pad, P)
     highest: tl.constexpr = (1 << P.bits) - 1.0
@@ -208,7 +208,7 @@ def _range(x, slab, P: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _fit(x, inside, AXIS: tl.constexpr, HIGHEST: tl.constexpr):  # type: ignore[no-untyped-def]
+def _fit(x, inside, AXIS: tl.constexpr, HIGHEST: tl.constexpr):
     """affine.fit over an axis, which is kept: scale and zero."""
     lo = tl.min(tl.where(inside, x, float("inf")), axis=AXIS, keep_dims=True)
     hi = tl.max(tl.where(inside, x, float("-inf")), axis=AXIS, keep_dims=True)
@@ -221,7 +221,7 @@ def _fit(x, inside, AXIS: tl.constexpr, HIGHEST: tl.constexpr):  # type: ignore[
 
 
 @triton.jit
-def _quantize(x, scale, zero, highest):  # type: ignore[no-untyped-def]
+def _quantize(x, scale, zero, highest):
     """affine.quantize: nearest codes, as floats."""
     return _within(_round(tl.div_rn(x - zero, scale)), highest)
 
@@ -230,7 +230,7 @@ def _quantize(x, scale, zero, highest):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _refine(x, slab, P: tl.constexpr):  # type: ignore[no-untyped-def]
+def _refine(x, slab, P: tl.constexpr):
     """affine.refine of each column, whose rows stand as `_rows` says."""
     rows, columns = _rows(P) < P.rows, _columns(P.column_pad, P)
     x, highest = _clamp(x, FLOAT16_MAX), _highest(P)
@@ -256,7 +256,7 @@ def _refine(x, slab, P: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _slope(x, centred, scale, zero, highest, rows, variance, LAST: tl.constexpr, P: tl.constexpr):  # type: ignore[no-untyped-def]
+def _slope(x, centred, scale, zero, highest, rows, variance, LAST: tl.constexpr, P: tl.constexpr):
     """(next scale: of least squares, or LAST: that keeps the variance; mean of the codes; whether the scale can be used)."""
     codes = tl.where(rows, _quantize(x, scale, zero, highest), 0.0)
     code_mean = _halving_mean(codes, P)
@@ -264,15 +264,12 @@ def _slope(x, centred, scale, zero, highest, rows, variance, LAST: tl.constexpr,
     code_variance, covariance = _halving_mean(spread * spread, P), _halving_mean(spread * centred, P)
     fits = (code_variance > 0) & (covariance > 0)
     divisor = tl.where(fits, code_variance, 1.0)
-    if LAST:
-        slope = tl.sqrt_rn(tl.div_rn(variance, divisor))
-    else:
-        slope = tl.div_rn(covariance, divisor)
+    slope = tl.sqrt_rn(tl.div_rn(variance, divisor)) if LAST else tl.div_rn(covariance, divisor)
     return slope, code_mean, fits
 
 
 @triton.jit
-def _highest(P: tl.constexpr):  # type: ignore[no-untyped-def]
+def _highest(P: tl.constexpr):
     """The highest code of each column, float32 [1, C]."""
     run = tl.arange(0, P.column_pad)[None, :] // P.run_pad
     bits = tl.full((1, P.column_pad), P.bits, tl.int32)
@@ -283,7 +280,7 @@ def _highest(P: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _halving_mean(x, P: tl.constexpr):  # type: ignore[no-untyped-def]
+def _halving_mean(x, P: tl.constexpr):
     """codecs.base.halving_mean over rows: [R, C] to [1, C]."""
     rows: tl.constexpr = P.row_pad
     for i in tl.static_range(P.row_pad.bit_length() - 1):
@@ -292,7 +289,7 @@ def _halving_mean(x, P: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _rotate(x, P: tl.constexpr):  # type: ignore[no-untyped-def]
+def _rotate(x, P: tl.constexpr):
     """hadamard.transform over rows, which stand in plain order before and as `_rows` says after; padding 0."""
     x = _clamp(x, P.rotation_limit)
     power: tl.constexpr = P.rows // len(P.minus)
@@ -304,7 +301,7 @@ def _rotate(x, P: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _butterfly(x, HALF: tl.constexpr, P: tl.constexpr):  # type: ignore[no-untyped-def]
+def _butterfly(x, HALF: tl.constexpr, P: tl.constexpr):
     """Sum and difference of rows that are HALF apart, in place."""
     x = tl.reshape(x, (P.row_pad // (2 * HALF), 2, HALF * P.column_pad))
     bits = x.to(tl.int32, bitcast=True)
@@ -315,7 +312,7 @@ def _butterfly(x, HALF: tl.constexpr, P: tl.constexpr):  # type: ignore[no-untyp
 
 
 @triton.jit
-def _signed_sums(x, POWER: tl.constexpr, P: tl.constexpr):  # type: ignore[no-untyped-def]
+def _signed_sums(x, POWER: tl.constexpr, P: tl.constexpr):
     """hadamard._signed_sums over the first factor of rows = [base, POWER]."""
     row = _rows(P)
     inside = row < P.rows
@@ -335,14 +332,14 @@ def _signed_sums(x, POWER: tl.constexpr, P: tl.constexpr):  # type: ignore[no-un
 
 
 @triton.jit
-def _store_codes(codes, slab, P: tl.constexpr):  # type: ignore[no-untyped-def]
+def _store_codes(codes, slab, P: tl.constexpr):
     """Pack int32 [R, C] into the planes (codecs/packing.py)."""
     for i in tl.static_range(len(P.planes)):
         _store_plane(codes, slab, i, P)
 
 
 @triton.jit
-def _store_plane(codes, slab, INDEX: tl.constexpr, P: tl.constexpr):  # type: ignore[no-untyped-def]
+def _store_plane(codes, slab, INDEX: tl.constexpr, P: tl.constexpr):
     """The bits of all codes that plane INDEX holds."""
     codes = codes >> P.planes[INDEX].shift
     packed = _pack(codes, P.planes[INDEX].bits, P) if len(P.planes[INDEX].runs) == 0 else _pack_runs(codes, INDEX, P)
@@ -352,7 +349,7 @@ def _store_plane(codes, slab, INDEX: tl.constexpr, P: tl.constexpr):  # type: ig
 
 
 @triton.jit
-def _pack(codes, BITS: tl.constexpr, P: tl.constexpr):  # type: ignore[no-untyped-def]
+def _pack(codes, BITS: tl.constexpr, P: tl.constexpr):
     """Fields are equal parts of the row: [R, C] to [R, C * BITS / 8]."""
     fields: tl.constexpr = 8 // BITS
     codes = tl.reshape(codes & ((1 << BITS) - 1), (P.row_pad, fields, P.column_pad // fields))
@@ -360,7 +357,7 @@ def _pack(codes, BITS: tl.constexpr, P: tl.constexpr):  # type: ignore[no-untype
 
 
 @triton.jit
-def _pack_runs(codes, INDEX: tl.constexpr, P: tl.constexpr):  # type: ignore[no-untyped-def]
+def _pack_runs(codes, INDEX: tl.constexpr, P: tl.constexpr):
     """Field f is run f of plane INDEX: [R, C] to [R, C / runs]."""
     codes = tl.reshape(codes, (P.row_pad, P.runs, P.run_pad))
     run = tl.arange(0, P.runs)[None, :, None]
@@ -371,46 +368,46 @@ def _pack_runs(codes, INDEX: tl.constexpr, P: tl.constexpr):  # type: ignore[no-
 
 
 @triton.jit
-def _store_terms(scale, zero, slab, at, inside, P: tl.constexpr):  # type: ignore[no-untyped-def]
+def _store_terms(scale, zero, slab, at, inside, P: tl.constexpr):
     """Scale and zero, float16, as number `at` of their fields."""
     tl.store((slab + P.scale_at).to(tl.pointer_type(tl.float16)) + at, scale.to(tl.float16), mask=inside)
     tl.store((slab + P.zero_at).to(tl.pointer_type(tl.float16)) + at, zero.to(tl.float16), mask=inside)
 
 
 @triton.jit
-def _count(x, limit):  # type: ignore[no-untyped-def]
+def _count(x, limit):
     """How many numbers are beyond +-limit, int32."""
     return tl.sum(tl.sum((tl.abs(x) > limit).to(tl.int32), axis=1), axis=0)
 
 
 @triton.jit
-def _clamp(x, limit):  # type: ignore[no-untyped-def]
+def _clamp(x, limit):
     x = tl.where(x > limit, limit, x)
     return tl.where(x < -limit, -limit, x)
 
 
 @triton.jit
-def _within(x, highest):  # type: ignore[no-untyped-def]
+def _within(x, highest):
     """Clamped to 0 .. highest; a minus zero stays one."""
     x = tl.where(x < 0, 0.0, x)
     return tl.where(x > highest, highest, x)
 
 
 @triton.jit
-def _half(x):  # type: ignore[no-untyped-def]
+def _half(x):
     """affine._half: clamped and rounded to float16."""
     return _clamp(x, FLOAT16_MAX).to(tl.float16).to(tl.float32)
 
 
 @triton.jit
-def _scale(x):  # type: ignore[no-untyped-def]
+def _scale(x):
     """Rounded to float16, but not below its smallest number."""
     x = _half(x)
     return tl.where(x < SMALLEST_STEP, SMALLEST_STEP, x)
 
 
 @triton.jit
-def _round(x):  # type: ignore[no-untyped-def]
+def _round(x):
     """To nearest even integers, the sign of zero kept. Exact up to 2^22; beyond, where codes are clamped anyway, still beyond."""
     sign = x.to(tl.int32, bitcast=True) & INT_MIN
     size = (tl.abs(x) + 8388608.0) - 8388608.0

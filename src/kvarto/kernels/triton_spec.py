@@ -94,7 +94,7 @@ def first_part(tile: Tile, i: int) -> int:
 @triton.constexpr_function
 def unit_of(tile: Tile) -> float:
     """An unpacked tile times this is the codes."""
-    return {"uint": 2.0**24, "e4m3": 256.0}.get(tile.planes[0].kind, 1.0)
+    return 2.0**24 if tile.planes[0].kind == "uint" else 1.0
 
 
 @triton.constexpr_function
@@ -145,9 +145,31 @@ def group_rows_of(tile: Tile, rows: int) -> int:
     return 1 << max(4, (count - 1).bit_length())
 
 
+# PTX from a word $1 of packed codes to a word $0 of two 16-bit floats; triton_tiles.py says in plain operations what each computes.
+
+
+@triton.constexpr_function
+def field_assembly(field: int, bits: int) -> str:
+    """Field `field` of the low byte of each half, in place."""
+    return f"and.b32 $0, $1, {((1 << bits) - 1 << bits * field) * 0x10001:#x};"
+
+
+@triton.constexpr_function
+def byte_pair_assembly(odd: int, kind: int) -> str:
+    """Bytes `odd` and `odd` + 2 as halves, as they are or as float16 (E4M3, E5M2)."""
+    if kind == 0:
+        return f"prmt.b32 $0, $1, 0, {0x4341 if odd else 0x4240:#x};"
+    if kind == 2:
+        return f"prmt.b32 $0, $1, 0, {0x3414 if odd else 0x2404:#x};"
+    return f"""{{ .reg .b32 t; .reg .b16 low, high;
+prmt.b32 t, $1, 0, {0x4431 if odd else 0x4420:#x};
+mov.b32 {{low, high}}, t;
+cvt.rn.f16x2.e4m3x2 $0, low; }}"""
+
+
 @triton.constexpr_function
 def exact_assembly(field: int, bits: int) -> str:
-    """PTX that turns a field of both halves of a word into two float16 numbers: (word & mask | 1024.0) * weight - 1024 weight."""
+    """Field `field` of the low byte of each half as whole numbers: (word & mask | 1024.0) * weight - 1024 weight."""
     exponent = 15 - bits * field
     mask = ((1 << bits) - 1 << bits * field) * 0x10001
     weight, minus = (exponent << 10) * 0x10001, (0x8000 | (exponent + 10) << 10) * 0x10001

@@ -22,28 +22,27 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kvarto.kernels.triton_spec import BFLOAT16, E5M2, UINT, exact_assembly
-
+from kvarto.kernels.triton_spec import BFLOAT16, E5M2, UINT, byte_pair_assembly, exact_assembly, field_assembly
 
 _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
 @triton.jit
-def launch_next():  # type: ignore[no-untyped-def]
+def launch_next():
     """Let the next kernel of the stream begin, if it was launched to."""
     if not _INTERPRETED:
         gdc_launch_dependents()
 
 
 @triton.jit
-def wait_for_previous():  # type: ignore[no-untyped-def]
+def wait_for_previous():
     """Wait until the kernel before this one has ended and what it wrote can be read."""
     if not _INTERPRETED:
         gdc_wait()
 
 
 @triton.jit
-def product(a, b, total):  # type: ignore[no-untyped-def]
+def product(a, b, total):
     """total (float32) + a b, 16-bit operands on the tensor cores."""
     if _INTERPRETED:  # whose dot takes bfloat16 for integers
         total = tl.dot(a.to(tl.float32), b.to(tl.float32), total)
@@ -53,7 +52,7 @@ def product(a, b, total):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def load_words(slab, first_row, ROWS: tl.constexpr, END: tl.constexpr, NBYTES: tl.constexpr, SEG: tl.constexpr, W: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+def load_words(slab, first_row, ROWS: tl.constexpr, END: tl.constexpr, NBYTES: tl.constexpr, SEG: tl.constexpr, W: tl.constexpr):  # fmt: skip
     """Words of segment SEG of rows first_row .. of NBYTES bytes each, at `slab` (uint8 pointer); 0 beyond a row's end and from row END on.
 
     int32 [ROWS, W]; for W = 2 int32 [ROWS, 4]: the two bytes of a lane in the low byte of either half.
@@ -83,7 +82,7 @@ def load_words(slab, first_row, ROWS: tl.constexpr, END: tl.constexpr, NBYTES: t
 
 
 @triton.jit
-def load_pairs(slab, first_row, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+def load_pairs(slab, first_row, ROWS: tl.constexpr):
     """`load_words` of rows of exactly 8 bytes (W = 2) on even addresses, all of which exist."""
     rows = first_row + tl.arange(0, ROWS)[:, None]
     pointers = slab.to(tl.pointer_type(tl.uint16)) + rows * 4 + tl.max_contiguous(tl.arange(0, 4), 1)[None, :]
@@ -92,7 +91,7 @@ def load_pairs(slab, first_row, ROWS: tl.constexpr):  # type: ignore[no-untyped-
 
 
 @triton.jit
-def _halves(words, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+def _halves(words, KIND: tl.constexpr):
     """int32 [...] to float16 (bfloat16 for BFLOAT16) [..., 2]: low half, high half."""
     low = (words & 0xFFFF).to(tl.int16)
     high = (words >> 16).to(tl.int16)
@@ -104,26 +103,40 @@ def _halves(words, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _byte_pairs(words, ODD: tl.constexpr, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Bytes ODD and ODD + 2 of each word as the two halves of one: 8-bit codes as float16."""
-    if KIND == UINT:
-        halves = (words >> (8 * ODD)) & 0x00FF00FF
+def _byte_pairs(words, ODD: tl.constexpr, KIND: tl.constexpr):
+    """Bytes ODD and ODD + 2 of each word as the two halves of one: 8-bit codes as float16, [..., 2]."""
+    if not _INTERPRETED:
+        pairs = _halves(_assembled(words, byte_pair_assembly(ODD, KIND)), KIND)
+    elif KIND == UINT:
+        pairs = _halves((words >> (8 * ODD)) & 0x00FF00FF, KIND)
     else:
-        halves = (words << (8 - 8 * ODD)) & -0x00FF0100  # bytes 1 and 3
-        if KIND != E5M2:
-            # Sign, then the seven other bits one place lower: the exponent of float16 has a bit more.
-            halves = (halves & -0x7FFF8000) | ((halves & 0x7F007F00) >> 1)
-    return _halves(halves, KIND)
+        words = (words << (8 - 8 * ODD)) & -0x00FF0100  # bytes 1 and 3
+        if KIND == E5M2:
+            pairs = _halves(words, KIND)
+        else:
+            # Sign, then the seven other bits one place lower, and the exponent, which in float16 begins elsewhere.
+            pairs = _halves((words & -0x7FFF8000) | ((words & 0x7F007F00) >> 1), KIND) * 256.0
+    return pairs
 
 
 @triton.jit
-def _field(words, F: tl.constexpr, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _field(words, F: tl.constexpr, BITS: tl.constexpr):
     """Field F of the low byte of each half, as float16 [..., 2]."""
-    return _halves(words & (((1 << BITS) - 1) << (BITS * F)) * 0x10001, UINT)
+    if _INTERPRETED:
+        words = words & (((1 << BITS) - 1) << (BITS * F)) * 0x10001
+    else:
+        words = _assembled(words, field_assembly(F, BITS))
+    return _halves(words, UINT)
 
 
 @triton.jit
-def unpack(words, ROWS: tl.constexpr, W: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+def _assembled(words, ASSEMBLY: tl.constexpr):
+    """int32 [...] through PTX, word by word. Where two halves are handled at once, a compiler that sees it takes them apart again."""
+    return tl.inline_asm_elementwise(ASSEMBLY, "=r,r", [words], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def unpack(words, ROWS: tl.constexpr, W: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr):  # fmt: skip
     """What `load_words` gave, as a tile [ROWS, columns] of 16-bit floats in fragment order."""
     if BITS == 16:
         tile = _halves(words, KIND).reshape(ROWS, 4, W // 8, 2, 2).permute(0, 2, 1, 3, 4).reshape(ROWS, 2 * W)
@@ -157,32 +170,29 @@ def unpack(words, ROWS: tl.constexpr, W: tl.constexpr, KIND: tl.constexpr, BITS:
 
 
 @triton.jit
-def _two(words, odd, F: tl.constexpr, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _two(words, odd, F: tl.constexpr, BITS: tl.constexpr):
     return tl.join(_field(words, F, BITS), _field(odd, F, BITS))
 
 
 @triton.jit
-def _exact(words, F: tl.constexpr, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _exact(words, F: tl.constexpr, BITS: tl.constexpr):
     """`_field` as whole numbers: the code is put behind the leading one of 1024, which is then taken away, exactly."""
     if _INTERPRETED:
         weight = 1.0 / (1 << (BITS * F))
         halves = _halves((words & (((1 << BITS) - 1) << (BITS * F)) * 0x10001) | 0x64006400, UINT)
         halves = halves * tl.full((), weight, tl.float16) - tl.full((), 1024.0 * weight, tl.float16)
-    else:  # two numbers in one instruction: the compiler takes them apart if it sees them
-        words = tl.inline_asm_elementwise(
-            exact_assembly(F, BITS), "=r,r", [words], dtype=tl.int32, is_pure=True, pack=1
-        )
-        halves = _halves(words, UINT)
+    else:
+        halves = _halves(_assembled(words, exact_assembly(F, BITS)), UINT)
     return halves
 
 
 @triton.jit
-def _two_exact(words, odd, F: tl.constexpr, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _two_exact(words, odd, F: tl.constexpr, BITS: tl.constexpr):
     return tl.join(_exact(words, F, BITS), _exact(odd, F, BITS))
 
 
 @triton.jit
-def unpack_exact(words, ROWS: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+def unpack_exact(words, ROWS: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr):
     """`unpack` of unsigned codes of less than 8 bits, as the codes themselves."""
     if W == 2:
         tile = tl.join(_exact(words, 0, BITS), _exact(words, 1, BITS))
@@ -209,7 +219,7 @@ def unpack_exact(words, ROWS: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr)
 
 
 @triton.jit
-def _ordered(tile, ROWS: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _ordered(tile, ROWS: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr):
     """Fields of codes of less than 8 bits, [ROWS, word, pair, odd, f0, f1, f2] as far as there are such, into fragment order.
 
     For W = 2 [ROWS, lane, pair, f0, f1, f2].
@@ -234,7 +244,7 @@ def _ordered(tile, ROWS: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr):  # 
 
 
 @triton.jit
-def token_weights(S: tl.constexpr, NBYTES: tl.constexpr, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+def token_weights(S: tl.constexpr, NBYTES: tl.constexpr, BITS: tl.constexpr):
     """`weight_of` for each column of a row in natural order: float32 [S]."""
     if BITS < 8:
         weights = tl.exp2((-BITS * (tl.arange(0, S) // NBYTES)).to(tl.float32))
@@ -244,7 +254,7 @@ def token_weights(S: tl.constexpr, NBYTES: tl.constexpr, BITS: tl.constexpr):  #
 
 
 @triton.jit
-def column_of(position, SEG: tl.constexpr, NBYTES: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+def column_of(position, SEG: tl.constexpr, NBYTES: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr):  # fmt: skip
     """Which column of the row stands at `position` (int32 tensor) of the fragment order; one that is not below the number of columns is padding."""
     pair = position & 1
     odd = (position >> 1) & 1
@@ -262,7 +272,7 @@ def column_of(position, SEG: tl.constexpr, NBYTES: tl.constexpr, W: tl.constexpr
 
 
 @triton.jit
-def weight_of(position, W: tl.constexpr, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+def weight_of(position, W: tl.constexpr, BITS: tl.constexpr):
     """2^-(bits of the fields below) at each position, float32: undoes the factor of a code's field. For codes of less than 8 bits."""
     if W == 2:
         field = ((position >> 1) & 1) + 2 * (position >> 4)
@@ -272,7 +282,7 @@ def weight_of(position, W: tl.constexpr, BITS: tl.constexpr):  # type: ignore[no
 
 
 @triton.jit
-def load_columns(pointers, N: tl.constexpr, SEG: tl.constexpr, NBYTES: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr, SECOND: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+def load_columns(pointers, N: tl.constexpr, SEG: tl.constexpr, NBYTES: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr, SECOND: tl.constexpr):  # fmt: skip
     """A 16-bit float for each column of a row of codes, in its loading order: [N, columns], 0 at padding. See `to_codes`.
 
     pointers  [N, 1] of 16-bit elements: number of channel 0; column c stands for channel FIRST + c, from COUNT on SECOND + c - COUNT
@@ -298,7 +308,7 @@ def load_columns(pointers, N: tl.constexpr, SEG: tl.constexpr, NBYTES: tl.conste
 
 
 @triton.jit
-def _float(bits, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+def _float(bits, KIND: tl.constexpr):
     if KIND == BFLOAT16:
         number = bits.to(tl.bfloat16, bitcast=True)
     else:
@@ -307,7 +317,7 @@ def _float(bits, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _load_runs(words, N: tl.constexpr, SEG: tl.constexpr, NBYTES: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+def _load_runs(words, N: tl.constexpr, SEG: tl.constexpr, NBYTES: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr):  # fmt: skip
     """`load_columns` where a lane owns W consecutive channels in each field: loads of up to 16 bytes a lane."""
     CHUNK: tl.constexpr = 4 if W >= 8 else 2
     RUNS: tl.constexpr = W // 2 // CHUNK
@@ -334,13 +344,13 @@ def _load_runs(words, N: tl.constexpr, SEG: tl.constexpr, NBYTES: tl.constexpr, 
 
 
 @triton.jit
-def _load_fields(words, F: tl.constexpr, SEG: tl.constexpr, NBYTES: tl.constexpr, W: tl.constexpr, CHUNK: tl.constexpr, KIND: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+def _load_fields(words, F: tl.constexpr, SEG: tl.constexpr, NBYTES: tl.constexpr, W: tl.constexpr, CHUNK: tl.constexpr, KIND: tl.constexpr):  # fmt: skip
     low = _load_field(words, F, SEG, NBYTES, W, CHUNK, KIND)
     return tl.join(low, _load_field(words, F + 1, SEG, NBYTES, W, CHUNK, KIND))
 
 
 @triton.jit
-def _load_field(words, F: tl.constexpr, SEG: tl.constexpr, NBYTES: tl.constexpr, W: tl.constexpr, CHUNK: tl.constexpr, KIND: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+def _load_field(words, F: tl.constexpr, SEG: tl.constexpr, NBYTES: tl.constexpr, W: tl.constexpr, CHUNK: tl.constexpr, KIND: tl.constexpr):  # fmt: skip
     """[N, 4 CHUNK, 2 halves(, 2 chunks)]: the channels of field F, in chunks of CHUNK words a lane."""
     at = tl.arange(0, 4 * CHUNK)[None, :]
     word = at // CHUNK * (W // 2) + at % CHUNK
@@ -354,7 +364,7 @@ def _load_field(words, F: tl.constexpr, SEG: tl.constexpr, NBYTES: tl.constexpr,
 
 
 @triton.jit
-def _load_if(pointers, inside, WHOLE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _load_if(pointers, inside, WHOLE: tl.constexpr):
     if WHOLE:
         words = tl.load(pointers)
     else:
@@ -363,7 +373,7 @@ def _load_if(pointers, inside, WHOLE: tl.constexpr):  # type: ignore[no-untyped-
 
 
 @triton.jit
-def _load_small(pointers, N: tl.constexpr, NBYTES: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr, SECOND: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+def _load_small(pointers, N: tl.constexpr, NBYTES: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr, SECOND: tl.constexpr):  # fmt: skip
     """`load_columns` for rows of up to 8 bytes."""
     tile = _small_two(pointers, 0, NBYTES, KIND, FIRST, COUNT, SECOND)
     if BITS <= 2:
@@ -378,13 +388,13 @@ def _load_small(pointers, N: tl.constexpr, NBYTES: tl.constexpr, BITS: tl.conste
 
 
 @triton.jit
-def _small_two(pointers, F: tl.constexpr, NBYTES: tl.constexpr, KIND: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr, SECOND: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+def _small_two(pointers, F: tl.constexpr, NBYTES: tl.constexpr, KIND: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr, SECOND: tl.constexpr):  # fmt: skip
     low = _small_one(pointers, F, NBYTES, KIND, FIRST, COUNT, SECOND)
     return tl.join(low, _small_one(pointers, F + 1, NBYTES, KIND, FIRST, COUNT, SECOND))
 
 
 @triton.jit
-def _small_one(pointers, F: tl.constexpr, NBYTES: tl.constexpr, KIND: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr, SECOND: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+def _small_one(pointers, F: tl.constexpr, NBYTES: tl.constexpr, KIND: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr, SECOND: tl.constexpr):  # fmt: skip
     """Field F of each lane's two bytes: [N, 4, 2]."""
     byte = 2 * tl.arange(0, 4)[None, :]
     if (NBYTES % 2 == 0) & (FIRST % 2 == 0) & (COUNT % 2 == 0) & (SECOND % 2 == 0):
@@ -402,12 +412,12 @@ def _small_one(pointers, F: tl.constexpr, NBYTES: tl.constexpr, KIND: tl.constex
 
 
 @triton.jit
-def _channel_of(column, FIRST: tl.constexpr, COUNT: tl.constexpr, SECOND: tl.constexpr):  # type: ignore[no-untyped-def]
+def _channel_of(column, FIRST: tl.constexpr, COUNT: tl.constexpr, SECOND: tl.constexpr):
     return tl.where(column < COUNT, FIRST + column, SECOND + column - COUNT)
 
 
 @triton.jit
-def to_codes(tile, N: tl.constexpr, COLUMNS: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+def to_codes(tile, N: tl.constexpr, COLUMNS: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr):
     """From loading to fragment order. A word of numbers holds two neighbours, a word of codes every second one: odd and pair change places."""
     if (W > 2) & (BITS < 16):
         tile = tile.reshape(N, COLUMNS // 4, 2, 2).permute(0, 1, 3, 2).reshape(N, COLUMNS)
@@ -415,13 +425,13 @@ def to_codes(tile, N: tl.constexpr, COLUMNS: tl.constexpr, W: tl.constexpr, BITS
 
 
 @triton.jit
-def by_column(tile, N: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+def by_column(tile, N: tl.constexpr, COLUMNS: tl.constexpr):
     """[N, COLUMNS] transposed, in a way that the compiler keeps in registers (a plain transpose before a dot goes through shared memory)."""
     return tile.reshape(N, COLUMNS // 2, 2).permute(1, 2, 0).reshape(COLUMNS, N)
 
 
 @triton.jit
-def to_fragment_order(tile, N: tl.constexpr, SEG: tl.constexpr, NBYTES: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+def to_fragment_order(tile, N: tl.constexpr, SEG: tl.constexpr, NBYTES: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr):  # fmt: skip
     """A tile [columns, N] whose rows are a row's columns in natural order, in the fragment order of segment SEG: [columns of the segment, N].
 
     Only for rows without padding: NBYTES is W words, or a multiple of 64.
@@ -448,7 +458,7 @@ def to_fragment_order(tile, N: tl.constexpr, SEG: tl.constexpr, NBYTES: tl.const
 
 
 @triton.jit
-def _segment(tile, SEG: tl.constexpr, SEGS: tl.constexpr, ROWS: tl.constexpr, N: tl.constexpr):  # type: ignore[no-untyped-def]
+def _segment(tile, SEG: tl.constexpr, SEGS: tl.constexpr, ROWS: tl.constexpr, N: tl.constexpr):
     """Slice SEG of a tile [SEGS, ROWS, N], SEGS a power of two up to 4."""
     if SEGS == 1:
         part = tile.reshape(ROWS, N)

@@ -62,7 +62,7 @@ HIDDEN = tl.constexpr(-1e30)
 
 
 @triton.jit
-def _term_pointer(slab, TILE: tl.constexpr, ZERO: tl.constexpr):  # type: ignore[no-untyped-def]
+def _term_pointer(slab, TILE: tl.constexpr, ZERO: tl.constexpr):
     """Pointer to the numbers of the scale, or of the zero."""
     if term_dtype(TILE, ZERO) == "float16":
         pointer = (slab + term_offset(TILE, ZERO)).to(tl.pointer_type(tl.float16))
@@ -77,7 +77,7 @@ def _term_pointer(slab, TILE: tl.constexpr, ZERO: tl.constexpr):  # type: ignore
 
 
 @triton.jit
-def _load_columns_of(pointers, N: tl.constexpr, TILE: tl.constexpr, NUMBERS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _load_columns_of(pointers, N: tl.constexpr, TILE: tl.constexpr, NUMBERS: tl.constexpr):
     """A number for each column of each plane and segment, in its fragment order: a flat tuple of [N, columns]; see `load_columns`."""
     parts = ()
     for i in tl.static_range(planes_of(TILE)):
@@ -91,7 +91,7 @@ def _load_columns_of(pointers, N: tl.constexpr, TILE: tl.constexpr, NUMBERS: tl.
 
 
 @triton.jit
-def _load_rows(slab, first_row, ROWS: tl.constexpr, END: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _load_rows(slab, first_row, ROWS: tl.constexpr, END: tl.constexpr, TILE: tl.constexpr):
     """Words of all planes and segments of rows first_row .. of a tile that has END rows: a flat tuple."""
     words = ()
     for i in tl.static_range(planes_of(TILE)):
@@ -100,14 +100,12 @@ def _load_rows(slab, first_row, ROWS: tl.constexpr, END: tl.constexpr, TILE: tl.
             if (nbytes_of(TILE, i) == 8) & (END % ROWS == 0) & (offset_of(TILE, i) % 2 == 0):
                 words = words + (load_pairs(at, first_row, ROWS),)
             else:
-                words = words + (
-                    load_words(at, first_row, ROWS, END, nbytes_of(TILE, i), seg, words_of(TILE, i)),
-                )
+                words = words + (load_words(at, first_row, ROWS, END, nbytes_of(TILE, i), seg, words_of(TILE, i)),)
     return words
 
 
 @triton.jit
-def _load_groups(slab, TILE: tl.constexpr, ROWS: tl.constexpr, END: tl.constexpr):  # type: ignore[no-untyped-def]
+def _load_groups(slab, TILE: tl.constexpr, ROWS: tl.constexpr, END: tl.constexpr):
     """`_load_rows` of all groups, ROWS each, of a tile of END rows."""
     words = ()
     for g in tl.static_range(groups_of(TILE)):
@@ -116,7 +114,7 @@ def _load_groups(slab, TILE: tl.constexpr, ROWS: tl.constexpr, END: tl.constexpr
 
 
 @triton.jit
-def _load_terms(slab, TILE: tl.constexpr, NUMBERS: tl.constexpr, S: tl.constexpr, BY_COLUMN: tl.constexpr):  # type: ignore[no-untyped-def]
+def _load_terms(slab, TILE: tl.constexpr, NUMBERS: tl.constexpr, S: tl.constexpr, BY_COLUMN: tl.constexpr):
     """The terms of a slab, a flat tuple.
 
     BY_COLUMN  for each group the scales, then the zeros, of each part in its fragment order: float16 [8, columns], rows alike; a group has NUMBERS
@@ -139,7 +137,7 @@ def _load_terms(slab, TILE: tl.constexpr, NUMBERS: tl.constexpr, S: tl.constexpr
 
 
 @triton.jit
-def _load_tokens(slab, TILE: tl.constexpr, ZERO: tl.constexpr, S: tl.constexpr):  # type: ignore[no-untyped-def]
+def _load_tokens(slab, TILE: tl.constexpr, ZERO: tl.constexpr, S: tl.constexpr):
     """A term that has a number for each token, or one for all: float32 [S]."""
     token = tl.arange(0, S)
     if term_per(TILE) == "slab":
@@ -151,7 +149,7 @@ def _load_tokens(slab, TILE: tl.constexpr, ZERO: tl.constexpr, S: tl.constexpr):
 
 
 @triton.jit
-def _load_queries(pointers, N: tl.constexpr, TILE: tl.constexpr, NUMBERS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _load_queries(pointers, N: tl.constexpr, TILE: tl.constexpr, NUMBERS: tl.constexpr):
     """pointers [N, 1] to query rows. (q in fragment order, at most 1/2, a flat tuple; what it was divided by and its sums, float32 [N])."""
     parts = _load_columns_of(pointers, N, TILE, NUMBERS)
     top = tl.full((N,), 1e-30, tl.float32)
@@ -173,7 +171,7 @@ def _load_queries(pointers, N: tl.constexpr, TILE: tl.constexpr, NUMBERS: tl.con
 
 
 @triton.jit
-def _repeat(tile, N: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _repeat(tile, N: tl.constexpr, COLUMNS: tl.constexpr):
     """[8, COLUMNS] with equal rows as [N, COLUMNS]."""
     if N > 8:
         tile = tl.broadcast_to(tile[None, :, :], (N // 8, 8, COLUMNS)).reshape(N, COLUMNS)
@@ -184,7 +182,7 @@ def _repeat(tile, N: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-un
 
 
 @triton.jit
-def _product(scores, words, part, scales, I: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, N: tl.constexpr, SCALED: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+def _product(scores, words, part, scales, I: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, N: tl.constexpr, SCALED: tl.constexpr):  # fmt: skip
     """scores [ROWS, N] plus the product of one segment of plane I with its part of q [* scales]."""
     W: tl.constexpr = words_of(TILE, I)
     COLUMNS: tl.constexpr = width_of(TILE, I)
@@ -198,7 +196,7 @@ def _product(scores, words, part, scales, I: tl.constexpr, ROWS: tl.constexpr, T
 
 
 @triton.jit
-def _products(words, q, terms, GROUP: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, N: tl.constexpr, SCALED: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+def _products(words, q, terms, GROUP: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, N: tl.constexpr, SCALED: tl.constexpr):  # fmt: skip
     """Sum over planes and segments of unpacked codes . q [* scales]: float32 [ROWS, N]; times `unit_of` it is that of the codes."""
     ALL: tl.constexpr = first_part(TILE, planes_of(TILE))
     scores = tl.zeros((ROWS, N), tl.float32)
@@ -213,7 +211,7 @@ def _products(words, q, terms, GROUP: tl.constexpr, ROWS: tl.constexpr, TILE: tl
 
 
 @triton.jit
-def _zeros_dot(terms, q, GROUP: tl.constexpr, TILE: tl.constexpr, N: tl.constexpr):  # type: ignore[no-untyped-def]
+def _zeros_dot(terms, q, GROUP: tl.constexpr, TILE: tl.constexpr, N: tl.constexpr):
     """Sum over channels of zero * q: float32 [16, N], rows alike. The zeros are those of the first plane, which has all channels."""
     COLUMNS: tl.constexpr = width_of(TILE, 0)
     FIRST: tl.constexpr = (2 * GROUP + 1) * first_part(TILE, planes_of(TILE))
@@ -224,7 +222,7 @@ def _zeros_dot(terms, q, GROUP: tl.constexpr, TILE: tl.constexpr, N: tl.constexp
 
 
 @triton.jit
-def _group_scores(words, terms, q, q_sum, gain, GROUP: tl.constexpr, TILE: tl.constexpr, S: tl.constexpr, N: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+def _group_scores(words, terms, q, q_sum, gain, GROUP: tl.constexpr, TILE: tl.constexpr, S: tl.constexpr, N: tl.constexpr):  # fmt: skip
     """Scores of one group of tokens times gain [N], float32 [S / groups, N]."""
     ROWS: tl.constexpr = S // groups_of(TILE)
     code_gain = (gain * unit_of(TILE))[None, :]
@@ -243,7 +241,7 @@ def _group_scores(words, terms, q, q_sum, gain, GROUP: tl.constexpr, TILE: tl.co
 
 
 @triton.jit
-def _page_scores(words, terms, q, q_sum, gain, TILE: tl.constexpr, S: tl.constexpr, N: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+def _page_scores(words, terms, q, q_sum, gain, TILE: tl.constexpr, S: tl.constexpr, N: tl.constexpr):  # fmt: skip
     """Scores of a page times gain [N], float32 [S, N]."""
     scores = _group_scores(words, terms, q, q_sum, gain, 0, TILE, S, N)
     if groups_of(TILE) == 2:
@@ -253,7 +251,7 @@ def _page_scores(words, terms, q, q_sum, gain, TILE: tl.constexpr, S: tl.constex
 
 
 @triton.jit
-def _page_values(acc, words, p, ROWS: tl.constexpr, TILE: tl.constexpr, N: tl.constexpr):  # type: ignore[no-untyped-def]
+def _page_values(acc, words, p, ROWS: tl.constexpr, TILE: tl.constexpr, N: tl.constexpr):
     """acc float32 [ROWS, N] plus V^T p; p float32 [S, N], scale included."""
     for i in tl.static_range(planes_of(TILE)):
         for at in tl.static_range(first_part(TILE, i), first_part(TILE, i + 1)):
@@ -262,7 +260,7 @@ def _page_values(acc, words, p, ROWS: tl.constexpr, TILE: tl.constexpr, N: tl.co
 
 
 @triton.jit
-def _values(acc, words, p, I: tl.constexpr, SEG: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, N: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+def _values(acc, words, p, I: tl.constexpr, SEG: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, N: tl.constexpr):  # fmt: skip
     """`_page_values` for one segment of plane I."""
     W: tl.constexpr = words_of(TILE, I)
     tile = unpack(words, ROWS, W, kind_of(TILE, I), bits_of(TILE, I))
@@ -274,18 +272,22 @@ def _values(acc, words, p, I: tl.constexpr, SEG: tl.constexpr, ROWS: tl.constexp
 
 
 @triton.jit
-def _grouped_values(acc, words, terms, p, GROUP: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, N: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+def _grouped_values(acc, words, terms, p, GROUP: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, N: tl.constexpr):  # fmt: skip
     """acc float32 [ROWS, N] plus V^T p for one of several groups of channels. Each has terms of its own, so values are decoded in registers."""
     ALL: tl.constexpr = first_part(TILE, planes_of(TILE))
     for i in tl.static_range(planes_of(TILE)):
         for at in tl.static_range(first_part(TILE, i), first_part(TILE, i + 1)):
-            codes, scales, zeros = words[GROUP * ALL + at], terms[GROUP * 2 * ALL + at], terms[(GROUP * 2 + 1) * ALL + at]
+            codes, scales, zeros = (
+                words[GROUP * ALL + at],
+                terms[GROUP * 2 * ALL + at],
+                terms[(GROUP * 2 + 1) * ALL + at],
+            )
             acc = _decoded_values(acc, codes, scales, zeros, p, i, at - first_part(TILE, i), ROWS, TILE, N)
     return acc
 
 
 @triton.jit
-def _decoded_values(acc, words, scales, zeros, p, I: tl.constexpr, SEG: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, N: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+def _decoded_values(acc, words, scales, zeros, p, I: tl.constexpr, SEG: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, N: tl.constexpr):  # fmt: skip
     """`_grouped_values` for one segment of plane I."""
     W: tl.constexpr = words_of(TILE, I)
     WIDTH: tl.constexpr = width_of(TILE, I)
@@ -305,7 +307,7 @@ def _decoded_values(acc, words, scales, zeros, p, I: tl.constexpr, SEG: tl.const
 def walk(pages, table, first, end, q_pointers, t, t_low, t_high, scale, softcap,
           K: tl.constexpr, V: tl.constexpr, PAGE_NBYTES: tl.constexpr, K_NBYTES: tl.constexpr,
           S: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, N: tl.constexpr, Q_BFLOAT16: tl.constexpr,
-          WINDOW: tl.constexpr, SLIDING: tl.constexpr, SOFTCAP: tl.constexpr, PREFETCH: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+          WINDOW: tl.constexpr, SLIDING: tl.constexpr, SOFTCAP: tl.constexpr, PREFETCH: tl.constexpr):  # fmt: skip
     """Attend to pages first .. end - 1 of a sequence, all of which it holds packed.
 
     pages    uint8 pointer to the pair of this head in page 0; table int32 pointer to this sequence's row
@@ -317,7 +319,9 @@ def walk(pages, table, first, end, q_pointers, t, t_low, t_high, scale, softcap,
     """
     V_GROUPS: tl.constexpr = groups_of(V)
     ROWS: tl.constexpr = group_rows_of(V, DV)
-    q, factor, q_sum = _load_queries(q_pointers.to(tl.pointer_type(tl.int16)), N, K, BFLOAT16 if Q_BFLOAT16 else FLOAT16)
+    q, factor, q_sum = _load_queries(
+        q_pointers.to(tl.pointer_type(tl.int16)), N, K, BFLOAT16 if Q_BFLOAT16 else FLOAT16
+    )
     gain = factor * scale
     GROUPED: tl.constexpr = V_GROUPS > 1
     acc = ()
@@ -390,13 +394,13 @@ def walk(pages, table, first, end, q_pointers, t, t_low, t_high, scale, softcap,
 
 
 @triton.jit
-def _largest(scales):  # type: ignore[no-untyped-def]
+def _largest(scales):
     """The largest of positive float32 numbers: their bits are in the same order, and one instruction finds the largest of a warp's integers."""
     return tl.max(scales.to(tl.int32, bitcast=True), axis=0).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def store(acc, top_scale, zero_sum, top, total, out, lse, N: tl.constexpr, count, V: tl.constexpr, DV: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+def store(acc, top_scale, zero_sum, top, total, out, lse, N: tl.constexpr, count, V: tl.constexpr, DV: tl.constexpr):  # fmt: skip
     """Write a partial: out float32 [count, DV] normalised, lse float32 [count] in powers of two."""
     V_GROUPS: tl.constexpr = groups_of(V)
     ROWS: tl.constexpr = group_rows_of(V, DV)
@@ -418,5 +422,3 @@ def store(acc, top_scale, zero_sum, top, total, out, lse, N: tl.constexpr, count
             mask=(row[None, :] < count) & (channel[:, None] < DV),
         )
     tl.store(lse + row, tl.where(total > 0, top + tl.log2(tl.maximum(total, 1e-30)), float("-inf")), mask=row < count)
-
-
