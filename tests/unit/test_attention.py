@@ -230,7 +230,7 @@ def test_wrong_shapes_are_refused_by_name() -> None:
 def test_kernel_is_what_was_asked_for_or_an_error() -> None:
     assert cache("int4", kernel="reference").kernel_names == "reference"
     assert cache("int4").kernel_names == "numba"
-    with pytest.raises(UnknownName, match="kernel: expected one of numba, reference, got 'cuda'"):
+    with pytest.raises(UnknownName, match="kernel: expected one of numba, reference, triton, got 'cuda'"):
         cache("int4", kernel="cuda")
     with pytest.raises(BackendUnavailable, match="kernel numba is not available"):
         PagedKV(

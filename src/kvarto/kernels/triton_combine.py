@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language import constexpr
 
 from kvarto.kernels.triton_tiles import wait_for_previous
 from kvarto.kernels.triton_walk import LOG2E
@@ -13,8 +14,8 @@ from kvarto.kernels.triton_walk import LOG2E
 def combine(
     raw_out, raw_lse, packed_out, packed_lse, plan, start, unrotate, sinks, out, lse, out_stride_t, out_stride_h,
     groups, raw_parts,
-    HEADS: tl.constexpr, R: tl.constexpr, DV: tl.constexpr, N: tl.constexpr, HAS_RAW: tl.constexpr, HAS_PACKED: tl.constexpr,
-    ROTATION: tl.constexpr, HAS_SINKS: tl.constexpr, AT_ONCE: tl.constexpr,
+    HEADS: constexpr, R: constexpr, DV: constexpr, N: constexpr, HAS_RAW: constexpr, HAS_PACKED: constexpr,
+    ROTATION: constexpr, HAS_SINKS: constexpr, AT_ONCE: constexpr,
 ):  # fmt: skip
     """Grid (HEADS * N, entries): one query row each.
 
@@ -32,7 +33,7 @@ def combine(
     if row >= (tl.load(start + sequence + 1) - begin) * R:
         return
     wait_for_previous()
-    D: tl.constexpr = triton.next_power_of_2(DV)
+    D: constexpr = triton.next_power_of_2(DV)
     channel = tl.arange(0, D)
     raw = tl.zeros((D,), tl.float32)
     packed = tl.zeros((D,), tl.float32)
@@ -72,7 +73,7 @@ def combine(
 
 
 @triton.jit
-def _hadamard(x, D: tl.constexpr):
+def _hadamard(x, D: constexpr):
     """The orthogonal transform of Sylvester of x [D], which is its own inverse."""
     for i in tl.static_range(D.bit_length() - 1):
         first, second = tl.split(x.reshape(D >> (i + 1), 2, 1 << i).permute(0, 2, 1))
@@ -83,7 +84,7 @@ def _hadamard(x, D: tl.constexpr):
 @triton.jit
 def _merge(
     out_parts, lse_parts, first, step, count, lane, channel,
-    DV: tl.constexpr, N: tl.constexpr, D: tl.constexpr, AT_ONCE: tl.constexpr,
+    DV: constexpr, N: constexpr, D: constexpr, AT_ONCE: constexpr,
 ):  # fmt: skip
     """Merge partial results first, first + step ...: (weighted sum float32 [D], sum of weights, the maximum that they are relative to)."""
     tops = tl.full((AT_ONCE,), -1e30, tl.float32)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language import constexpr
 
 from kvarto.kernels.triton_tiles import launch_next, product, wait_for_previous
 from kvarto.kernels.triton_walk import HIDDEN, LOG2E, store, walk
@@ -25,7 +26,7 @@ _CANDIDATES = tl.constexpr(8)
 
 
 @triton.jit
-def rows_of(start, position, entry, inside, groups, N: tl.constexpr, R: tl.constexpr):
+def rows_of(start, position, entry, inside, groups, N: constexpr, R: constexpr):
     """(query rows, first token, last token) of an entry, int32, a scalar or a vector; `inside` is False where there is none."""
     sequence = entry // groups
     first_row = entry % groups * N
@@ -37,7 +38,7 @@ def rows_of(start, position, entry, inside, groups, N: tl.constexpr, R: tl.const
 
 
 @triton.jit
-def packed_pages_of(count, t_low, t_high, S: tl.constexpr, SINK: tl.constexpr, WINDOW: tl.constexpr, SLIDING: tl.constexpr):  # fmt: skip
+def packed_pages_of(count, t_low, t_high, S: constexpr, SINK: constexpr, WINDOW: constexpr, SLIDING: constexpr):  # fmt: skip
     """(first, number) of the packed pages that an entry reads."""
     bottom = t_low * 0 + SINK
     if SLIDING > 0:
@@ -53,8 +54,8 @@ def _quotient(number, divisor):
 
 @triton.jit
 def plan_of(
-    start, position, entries, groups, slots, fixed_share, HEADS: tl.constexpr, N: tl.constexpr, R: tl.constexpr,
-    S: tl.constexpr, SINK: tl.constexpr, WINDOW: tl.constexpr, SLIDING: tl.constexpr, ENTRIES: tl.constexpr,
+    start, position, entries, groups, slots, fixed_share, HEADS: constexpr, N: constexpr, R: constexpr,
+    S: constexpr, SINK: constexpr, WINDOW: constexpr, SLIDING: constexpr, ENTRIES: constexpr,
 ):  # fmt: skip
     """(splits of one head of each entry; splits of all heads up to and with each entry), int32 [ENTRIES]."""
     entry = tl.arange(0, ENTRIES)
@@ -77,9 +78,9 @@ def plan_of(
 @triton.jit(do_not_specialize=["columns", "groups"])
 def attend_raw(
     q, start, position, pages, table, out, lse, q_stride_t, q_stride_h, columns, groups, scale, softcap,
-    K_NBYTES: tl.constexpr, PAIR_NBYTES: tl.constexpr, BFLOAT16: tl.constexpr,
-    HEADS: tl.constexpr, R: tl.constexpr, S: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, N: tl.constexpr,
-    SINK: tl.constexpr, WINDOW: tl.constexpr, SLIDING: tl.constexpr, SOFTCAP: tl.constexpr,
+    K_NBYTES: constexpr, PAIR_NBYTES: constexpr, BFLOAT16: constexpr,
+    HEADS: constexpr, R: constexpr, S: constexpr, DK: constexpr, DV: constexpr, N: constexpr,
+    SINK: constexpr, WINDOW: constexpr, SLIDING: constexpr, SOFTCAP: constexpr,
 ):  # fmt: skip
     """Grid (HEADS, entries, most raw pages of an entry, at least 1).
 
@@ -106,11 +107,11 @@ def attend_raw(
     row = entry % groups * N + tl.minimum(lane, count - 1)
     t = tl.load(position + sequence) + row // R
     token = page * S + tl.arange(0, S)
-    DK_PAD: tl.constexpr = triton.next_power_of_2(DK)
-    DV_PAD: tl.constexpr = triton.next_power_of_2(DV)
+    DK_PAD: constexpr = triton.next_power_of_2(DK)
+    DV_PAD: constexpr = triton.next_power_of_2(DV)
     k_channel, v_channel = tl.arange(0, DK_PAD), tl.arange(0, DV_PAD)
     pair = pages + held.to(tl.int64) * (HEADS * PAIR_NBYTES) + head * PAIR_NBYTES
-    dtype: tl.constexpr = tl.bfloat16 if BFLOAT16 else tl.float16
+    dtype: constexpr = tl.bfloat16 if BFLOAT16 else tl.float16
     k = pair.to(tl.pointer_type(dtype)) + tl.arange(0, S)[None, :] * DK + k_channel[:, None]
     v = (pair + K_NBYTES).to(tl.pointer_type(dtype)) + v_channel[None, :] * S + tl.arange(0, S)[:, None]
     # Slots that are not filled yet may hold anything: they must not meet a factor of 0.
@@ -141,10 +142,10 @@ def attend_raw(
 def attend_packed(
     q, start, position, pages, table, plan, out, lse, q_stride_t, q_stride_h, columns,
     entries, groups, slots, fixed_share, scale, softcap,
-    K: tl.constexpr, V: tl.constexpr, K_NBYTES: tl.constexpr, PAIR_NBYTES: tl.constexpr, BFLOAT16: tl.constexpr,
-    HEADS: tl.constexpr, R: tl.constexpr, S: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, N: tl.constexpr,
-    SINK: tl.constexpr, WINDOW: tl.constexpr, SLIDING: tl.constexpr, SOFTCAP: tl.constexpr, ENTRIES: tl.constexpr,
-    PREFETCH: tl.constexpr,
+    K: constexpr, V: constexpr, K_NBYTES: constexpr, PAIR_NBYTES: constexpr, BFLOAT16: constexpr,
+    HEADS: constexpr, R: constexpr, S: constexpr, DK: constexpr, DV: constexpr, N: constexpr,
+    SINK: constexpr, WINDOW: constexpr, SLIDING: constexpr, SOFTCAP: constexpr, ENTRIES: constexpr,
+    PREFETCH: constexpr,
 ):  # fmt: skip
     """Grid (at least the splits of the plan,), heads of a split next to each other; one warp. Arguments as in `attend_raw`.
 
@@ -175,9 +176,9 @@ def attend_packed(
 @triton.jit
 def _attend_split(
     q, start, position, pages, table, out, lse, q_stride_t, q_stride_h, columns, e, groups, before, splits, scale, softcap,
-    K: tl.constexpr, V: tl.constexpr, K_NBYTES: tl.constexpr, PAIR_NBYTES: tl.constexpr, BFLOAT16: tl.constexpr,
-    HEADS: tl.constexpr, R: tl.constexpr, S: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, N: tl.constexpr,
-    SINK: tl.constexpr, WINDOW: tl.constexpr, SLIDING: tl.constexpr, SOFTCAP: tl.constexpr, PREFETCH: tl.constexpr,
+    K: constexpr, V: constexpr, K_NBYTES: constexpr, PAIR_NBYTES: constexpr, BFLOAT16: constexpr,
+    HEADS: constexpr, R: constexpr, S: constexpr, DK: constexpr, DV: constexpr, N: constexpr,
+    SINK: constexpr, WINDOW: constexpr, SLIDING: constexpr, SOFTCAP: constexpr, PREFETCH: constexpr,
 ):  # fmt: skip
     """The split of entry e that this program has; programs from `before` on are those of the entry."""
     head = (tl.program_id(0) - before) % HEADS

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language import constexpr
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvarto.kernels.triton_spec import BFLOAT16, E5M2, UINT, byte_pair_assembly, exact_assembly, field_assembly
@@ -52,7 +53,7 @@ def product(a, b, total):
 
 
 @triton.jit
-def load_words(slab, first_row, ROWS: tl.constexpr, END: tl.constexpr, NBYTES: tl.constexpr, SEG: tl.constexpr, W: tl.constexpr):  # fmt: skip
+def load_words(slab, first_row, ROWS: constexpr, END: constexpr, NBYTES: constexpr, SEG: constexpr, W: constexpr):  # fmt: skip
     """Words of segment SEG of rows first_row .. of NBYTES bytes each, at `slab` (uint8 pointer); 0 beyond a row's end and from row END on.
 
     int32 [ROWS, W]; for W = 2 int32 [ROWS, 4]: the two bytes of a lane in the low byte of either half.
@@ -82,7 +83,7 @@ def load_words(slab, first_row, ROWS: tl.constexpr, END: tl.constexpr, NBYTES: t
 
 
 @triton.jit
-def load_pairs(slab, first_row, ROWS: tl.constexpr):
+def load_pairs(slab, first_row, ROWS: constexpr):
     """`load_words` of rows of exactly 8 bytes (W = 2) on even addresses, all of which exist."""
     rows = first_row + tl.arange(0, ROWS)[:, None]
     pointers = slab.to(tl.pointer_type(tl.uint16)) + rows * 4 + tl.max_contiguous(tl.arange(0, 4), 1)[None, :]
@@ -91,7 +92,7 @@ def load_pairs(slab, first_row, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _halves(words, KIND: tl.constexpr):
+def _halves(words, KIND: constexpr):
     """int32 [...] to float16 (bfloat16 for BFLOAT16) [..., 2]: low half, high half."""
     low = (words & 0xFFFF).to(tl.int16)
     high = (words >> 16).to(tl.int16)
@@ -103,7 +104,7 @@ def _halves(words, KIND: tl.constexpr):
 
 
 @triton.jit
-def _byte_pairs(words, ODD: tl.constexpr, KIND: tl.constexpr):
+def _byte_pairs(words, ODD: constexpr, KIND: constexpr):
     """Bytes ODD and ODD + 2 of each word as the two halves of one: 8-bit codes as float16, [..., 2]."""
     if not _INTERPRETED:
         pairs = _halves(_assembled(words, byte_pair_assembly(ODD, KIND)), KIND)
@@ -120,7 +121,7 @@ def _byte_pairs(words, ODD: tl.constexpr, KIND: tl.constexpr):
 
 
 @triton.jit
-def _field(words, F: tl.constexpr, BITS: tl.constexpr):
+def _field(words, F: constexpr, BITS: constexpr):
     """Field F of the low byte of each half, as float16 [..., 2]."""
     if _INTERPRETED:
         words = words & (((1 << BITS) - 1) << (BITS * F)) * 0x10001
@@ -130,13 +131,13 @@ def _field(words, F: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def _assembled(words, ASSEMBLY: tl.constexpr):
+def _assembled(words, ASSEMBLY: constexpr):
     """int32 [...] through PTX, word by word. Where two halves are handled at once, a compiler that sees it takes them apart again."""
     return tl.inline_asm_elementwise(ASSEMBLY, "=r,r", [words], dtype=tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit
-def unpack(words, ROWS: tl.constexpr, W: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr):  # fmt: skip
+def unpack(words, ROWS: constexpr, W: constexpr, KIND: constexpr, BITS: constexpr):  # fmt: skip
     """What `load_words` gave, as a tile [ROWS, columns] of 16-bit floats in fragment order."""
     if BITS == 16:
         tile = _halves(words, KIND).reshape(ROWS, 4, W // 8, 2, 2).permute(0, 2, 1, 3, 4).reshape(ROWS, 2 * W)
@@ -170,12 +171,12 @@ def unpack(words, ROWS: tl.constexpr, W: tl.constexpr, KIND: tl.constexpr, BITS:
 
 
 @triton.jit
-def _two(words, odd, F: tl.constexpr, BITS: tl.constexpr):
+def _two(words, odd, F: constexpr, BITS: constexpr):
     return tl.join(_field(words, F, BITS), _field(odd, F, BITS))
 
 
 @triton.jit
-def _exact(words, F: tl.constexpr, BITS: tl.constexpr):
+def _exact(words, F: constexpr, BITS: constexpr):
     """`_field` as whole numbers: the code is put behind the leading one of 1024, which is then taken away, exactly."""
     if _INTERPRETED:
         weight = 1.0 / (1 << (BITS * F))
@@ -187,12 +188,12 @@ def _exact(words, F: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def _two_exact(words, odd, F: tl.constexpr, BITS: tl.constexpr):
+def _two_exact(words, odd, F: constexpr, BITS: constexpr):
     return tl.join(_exact(words, F, BITS), _exact(odd, F, BITS))
 
 
 @triton.jit
-def unpack_exact(words, ROWS: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr):
+def unpack_exact(words, ROWS: constexpr, W: constexpr, BITS: constexpr):
     """`unpack` of unsigned codes of less than 8 bits, as the codes themselves."""
     if W == 2:
         tile = tl.join(_exact(words, 0, BITS), _exact(words, 1, BITS))
@@ -219,7 +220,7 @@ def unpack_exact(words, ROWS: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr)
 
 
 @triton.jit
-def _ordered(tile, ROWS: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr):
+def _ordered(tile, ROWS: constexpr, W: constexpr, BITS: constexpr):
     """Fields of codes of less than 8 bits, [ROWS, word, pair, odd, f0, f1, f2] as far as there are such, into fragment order.
 
     For W = 2 [ROWS, lane, pair, f0, f1, f2].
@@ -244,7 +245,7 @@ def _ordered(tile, ROWS: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def token_weights(S: tl.constexpr, NBYTES: tl.constexpr, BITS: tl.constexpr):
+def token_weights(S: constexpr, NBYTES: constexpr, BITS: constexpr):
     """`weight_of` for each column of a row in natural order: float32 [S]."""
     if BITS < 8:
         weights = tl.exp2((-BITS * (tl.arange(0, S) // NBYTES)).to(tl.float32))
@@ -254,7 +255,7 @@ def token_weights(S: tl.constexpr, NBYTES: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def column_of(position, SEG: tl.constexpr, NBYTES: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr):  # fmt: skip
+def column_of(position, SEG: constexpr, NBYTES: constexpr, W: constexpr, BITS: constexpr):  # fmt: skip
     """Which column of the row stands at `position` (int32 tensor) of the fragment order; one that is not below the number of columns is padding."""
     pair = position & 1
     odd = (position >> 1) & 1
@@ -272,7 +273,7 @@ def column_of(position, SEG: tl.constexpr, NBYTES: tl.constexpr, W: tl.constexpr
 
 
 @triton.jit
-def weight_of(position, W: tl.constexpr, BITS: tl.constexpr):
+def weight_of(position, W: constexpr, BITS: constexpr):
     """2^-(bits of the fields below) at each position, float32: undoes the factor of a code's field. For codes of less than 8 bits."""
     if W == 2:
         field = ((position >> 1) & 1) + 2 * (position >> 4)
@@ -282,7 +283,10 @@ def weight_of(position, W: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def load_columns(pointers, N: tl.constexpr, SEG: tl.constexpr, NBYTES: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr, SECOND: tl.constexpr):  # fmt: skip
+def load_columns(
+    pointers, N: constexpr, SEG: constexpr, NBYTES: constexpr, W: constexpr, BITS: constexpr, KIND: constexpr,
+    FIRST: constexpr, COUNT: constexpr, SECOND: constexpr,
+):  # fmt: skip
     """A 16-bit float for each column of a row of codes, in its loading order: [N, columns], 0 at padding. See `to_codes`.
 
     pointers  [N, 1] of 16-bit elements: number of channel 0; column c stands for channel FIRST + c, from COUNT on SECOND + c - COUNT
@@ -308,7 +312,7 @@ def load_columns(pointers, N: tl.constexpr, SEG: tl.constexpr, NBYTES: tl.conste
 
 
 @triton.jit
-def _float(bits, KIND: tl.constexpr):
+def _float(bits, KIND: constexpr):
     if KIND == BFLOAT16:
         number = bits.to(tl.bfloat16, bitcast=True)
     else:
@@ -317,10 +321,10 @@ def _float(bits, KIND: tl.constexpr):
 
 
 @triton.jit
-def _load_runs(words, N: tl.constexpr, SEG: tl.constexpr, NBYTES: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr):  # fmt: skip
+def _load_runs(words, N: constexpr, SEG: constexpr, NBYTES: constexpr, W: constexpr, BITS: constexpr, KIND: constexpr):  # fmt: skip
     """`load_columns` where a lane owns W consecutive channels in each field: loads of up to 16 bytes a lane."""
-    CHUNK: tl.constexpr = 4 if W >= 8 else 2
-    RUNS: tl.constexpr = W // 2 // CHUNK
+    CHUNK: constexpr = 4 if W >= 8 else 2
+    RUNS: constexpr = W // 2 // CHUNK
     tile = _load_field(words, 0, SEG, NBYTES, W, CHUNK, KIND)
     if BITS <= 4:
         tile = tl.join(tile, _load_field(words, 1, SEG, NBYTES, W, CHUNK, KIND))
@@ -344,18 +348,18 @@ def _load_runs(words, N: tl.constexpr, SEG: tl.constexpr, NBYTES: tl.constexpr, 
 
 
 @triton.jit
-def _load_fields(words, F: tl.constexpr, SEG: tl.constexpr, NBYTES: tl.constexpr, W: tl.constexpr, CHUNK: tl.constexpr, KIND: tl.constexpr):  # fmt: skip
+def _load_fields(words, F: constexpr, SEG: constexpr, NBYTES: constexpr, W: constexpr, CHUNK: constexpr, KIND: constexpr):  # fmt: skip
     low = _load_field(words, F, SEG, NBYTES, W, CHUNK, KIND)
     return tl.join(low, _load_field(words, F + 1, SEG, NBYTES, W, CHUNK, KIND))
 
 
 @triton.jit
-def _load_field(words, F: tl.constexpr, SEG: tl.constexpr, NBYTES: tl.constexpr, W: tl.constexpr, CHUNK: tl.constexpr, KIND: tl.constexpr):  # fmt: skip
+def _load_field(words, F: constexpr, SEG: constexpr, NBYTES: constexpr, W: constexpr, CHUNK: constexpr, KIND: constexpr):  # fmt: skip
     """[N, 4 CHUNK, 2 halves(, 2 chunks)]: the channels of field F, in chunks of CHUNK words a lane."""
     at = tl.arange(0, 4 * CHUNK)[None, :]
     word = at // CHUNK * (W // 2) + at % CHUNK
-    start: tl.constexpr = (F * NBYTES + SEG * 64) // 2
-    WHOLE: tl.constexpr = NBYTES >= SEG * 64 + 4 * W
+    start: constexpr = (F * NBYTES + SEG * 64) // 2
+    WHOLE: constexpr = NBYTES >= SEG * 64 + 4 * W
     tile = _halves(_load_if(words + start + word, SEG * 64 + 2 * word < NBYTES, WHOLE), KIND)
     if W == 16:
         upper = _load_if(words + start + word + 4, SEG * 64 + 2 * word + 8 < NBYTES, WHOLE)
@@ -364,7 +368,7 @@ def _load_field(words, F: tl.constexpr, SEG: tl.constexpr, NBYTES: tl.constexpr,
 
 
 @triton.jit
-def _load_if(pointers, inside, WHOLE: tl.constexpr):
+def _load_if(pointers, inside, WHOLE: constexpr):
     if WHOLE:
         words = tl.load(pointers)
     else:
@@ -373,7 +377,10 @@ def _load_if(pointers, inside, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def _load_small(pointers, N: tl.constexpr, NBYTES: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr, SECOND: tl.constexpr):  # fmt: skip
+def _load_small(
+    pointers, N: constexpr, NBYTES: constexpr, BITS: constexpr, KIND: constexpr,
+    FIRST: constexpr, COUNT: constexpr, SECOND: constexpr,
+):  # fmt: skip
     """`load_columns` for rows of up to 8 bytes."""
     tile = _small_two(pointers, 0, NBYTES, KIND, FIRST, COUNT, SECOND)
     if BITS <= 2:
@@ -388,13 +395,13 @@ def _load_small(pointers, N: tl.constexpr, NBYTES: tl.constexpr, BITS: tl.conste
 
 
 @triton.jit
-def _small_two(pointers, F: tl.constexpr, NBYTES: tl.constexpr, KIND: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr, SECOND: tl.constexpr):  # fmt: skip
+def _small_two(pointers, F: constexpr, NBYTES: constexpr, KIND: constexpr, FIRST: constexpr, COUNT: constexpr, SECOND: constexpr):  # fmt: skip
     low = _small_one(pointers, F, NBYTES, KIND, FIRST, COUNT, SECOND)
     return tl.join(low, _small_one(pointers, F + 1, NBYTES, KIND, FIRST, COUNT, SECOND))
 
 
 @triton.jit
-def _small_one(pointers, F: tl.constexpr, NBYTES: tl.constexpr, KIND: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr, SECOND: tl.constexpr):  # fmt: skip
+def _small_one(pointers, F: constexpr, NBYTES: constexpr, KIND: constexpr, FIRST: constexpr, COUNT: constexpr, SECOND: constexpr):  # fmt: skip
     """Field F of each lane's two bytes: [N, 4, 2]."""
     byte = 2 * tl.arange(0, 4)[None, :]
     if (NBYTES % 2 == 0) & (FIRST % 2 == 0) & (COUNT % 2 == 0) & (SECOND % 2 == 0):
@@ -412,12 +419,12 @@ def _small_one(pointers, F: tl.constexpr, NBYTES: tl.constexpr, KIND: tl.constex
 
 
 @triton.jit
-def _channel_of(column, FIRST: tl.constexpr, COUNT: tl.constexpr, SECOND: tl.constexpr):
+def _channel_of(column, FIRST: constexpr, COUNT: constexpr, SECOND: constexpr):
     return tl.where(column < COUNT, FIRST + column, SECOND + column - COUNT)
 
 
 @triton.jit
-def to_codes(tile, N: tl.constexpr, COLUMNS: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr):
+def to_codes(tile, N: constexpr, COLUMNS: constexpr, W: constexpr, BITS: constexpr):
     """From loading to fragment order. A word of numbers holds two neighbours, a word of codes every second one: odd and pair change places."""
     if (W > 2) & (BITS < 16):
         tile = tile.reshape(N, COLUMNS // 4, 2, 2).permute(0, 1, 3, 2).reshape(N, COLUMNS)
@@ -425,13 +432,13 @@ def to_codes(tile, N: tl.constexpr, COLUMNS: tl.constexpr, W: tl.constexpr, BITS
 
 
 @triton.jit
-def by_column(tile, N: tl.constexpr, COLUMNS: tl.constexpr):
+def by_column(tile, N: constexpr, COLUMNS: constexpr):
     """[N, COLUMNS] transposed, in a way that the compiler keeps in registers (a plain transpose before a dot goes through shared memory)."""
     return tile.reshape(N, COLUMNS // 2, 2).permute(1, 2, 0).reshape(COLUMNS, N)
 
 
 @triton.jit
-def to_fragment_order(tile, N: tl.constexpr, SEG: tl.constexpr, NBYTES: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr):  # fmt: skip
+def to_fragment_order(tile, N: constexpr, SEG: constexpr, NBYTES: constexpr, W: constexpr, BITS: constexpr):  # fmt: skip
     """A tile [columns, N] whose rows are a row's columns in natural order, in the fragment order of segment SEG: [columns of the segment, N].
 
     Only for rows without padding: NBYTES is W words, or a multiple of 64.
@@ -448,8 +455,8 @@ def to_fragment_order(tile, N: tl.constexpr, SEG: tl.constexpr, NBYTES: tl.const
         tile = _segment(tile.reshape(NBYTES // 64, 2 * W, N), SEG, NBYTES // 64, 2 * W, N)
         tile = tile.reshape(4, W // 8, 2, 2, N).permute(1, 0, 2, 3, 4).reshape(2 * W, N)
     else:
-        FIELDS: tl.constexpr = 8 // BITS
-        SEGS: tl.constexpr = NBYTES // (4 * W)
+        FIELDS: constexpr = 8 // BITS
+        SEGS: constexpr = NBYTES // (4 * W)
         tile = tile.reshape(FIELDS, SEGS, 4 * W, N).permute(1, 0, 2, 3)
         tile = _segment(tile.reshape(SEGS, FIELDS * 4 * W, N), SEG, SEGS, FIELDS * 4 * W, N)
         tile = tile.reshape(FIELDS, 4, W // 4, 2, 2, N)  # field, lane, word, pair, odd
@@ -458,7 +465,7 @@ def to_fragment_order(tile, N: tl.constexpr, SEG: tl.constexpr, NBYTES: tl.const
 
 
 @triton.jit
-def _segment(tile, SEG: tl.constexpr, SEGS: tl.constexpr, ROWS: tl.constexpr, N: tl.constexpr):
+def _segment(tile, SEG: constexpr, SEGS: constexpr, ROWS: constexpr, N: constexpr):
     """Slice SEG of a tile [SEGS, ROWS, N], SEGS a power of two up to 4."""
     if SEGS == 1:
         part = tile.reshape(ROWS, N)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language import constexpr
 
 from kvarto.kernels.triton_spec import (
     BFLOAT16,
@@ -62,7 +63,7 @@ HIDDEN = tl.constexpr(-1e30)
 
 
 @triton.jit
-def _term_pointer(slab, TILE: tl.constexpr, ZERO: tl.constexpr):
+def _term_pointer(slab, TILE: constexpr, ZERO: constexpr):
     """Pointer to the numbers of the scale, or of the zero."""
     if term_dtype(TILE, ZERO) == "float16":
         pointer = (slab + term_offset(TILE, ZERO)).to(tl.pointer_type(tl.float16))
@@ -77,7 +78,7 @@ def _term_pointer(slab, TILE: tl.constexpr, ZERO: tl.constexpr):
 
 
 @triton.jit
-def _load_columns_of(pointers, N: tl.constexpr, TILE: tl.constexpr, NUMBERS: tl.constexpr):
+def _load_columns_of(pointers, N: constexpr, TILE: constexpr, NUMBERS: constexpr):
     """A number for each column of each plane and segment, in its fragment order: a flat tuple of [N, columns]; see `load_columns`."""
     parts = ()
     for i in tl.static_range(planes_of(TILE)):
@@ -91,7 +92,7 @@ def _load_columns_of(pointers, N: tl.constexpr, TILE: tl.constexpr, NUMBERS: tl.
 
 
 @triton.jit
-def _load_rows(slab, first_row, ROWS: tl.constexpr, END: tl.constexpr, TILE: tl.constexpr):
+def _load_rows(slab, first_row, ROWS: constexpr, END: constexpr, TILE: constexpr):
     """Words of all planes and segments of rows first_row .. of a tile that has END rows: a flat tuple."""
     words = ()
     for i in tl.static_range(planes_of(TILE)):
@@ -105,7 +106,7 @@ def _load_rows(slab, first_row, ROWS: tl.constexpr, END: tl.constexpr, TILE: tl.
 
 
 @triton.jit
-def _load_groups(slab, TILE: tl.constexpr, ROWS: tl.constexpr, END: tl.constexpr):
+def _load_groups(slab, TILE: constexpr, ROWS: constexpr, END: constexpr):
     """`_load_rows` of all groups, ROWS each, of a tile of END rows."""
     words = ()
     for g in tl.static_range(groups_of(TILE)):
@@ -114,7 +115,7 @@ def _load_groups(slab, TILE: tl.constexpr, ROWS: tl.constexpr, END: tl.constexpr
 
 
 @triton.jit
-def _load_terms(slab, TILE: tl.constexpr, NUMBERS: tl.constexpr, S: tl.constexpr, BY_COLUMN: tl.constexpr):
+def _load_terms(slab, TILE: constexpr, NUMBERS: constexpr, S: constexpr, BY_COLUMN: constexpr):
     """The terms of a slab, a flat tuple.
 
     BY_COLUMN  for each group the scales, then the zeros, of each part in its fragment order: float16 [8, columns], rows alike; a group has NUMBERS
@@ -137,7 +138,7 @@ def _load_terms(slab, TILE: tl.constexpr, NUMBERS: tl.constexpr, S: tl.constexpr
 
 
 @triton.jit
-def _load_tokens(slab, TILE: tl.constexpr, ZERO: tl.constexpr, S: tl.constexpr):
+def _load_tokens(slab, TILE: constexpr, ZERO: constexpr, S: constexpr):
     """A term that has a number for each token, or one for all: float32 [S]."""
     token = tl.arange(0, S)
     if term_per(TILE) == "slab":
@@ -149,7 +150,7 @@ def _load_tokens(slab, TILE: tl.constexpr, ZERO: tl.constexpr, S: tl.constexpr):
 
 
 @triton.jit
-def _load_queries(pointers, N: tl.constexpr, TILE: tl.constexpr, NUMBERS: tl.constexpr):
+def _load_queries(pointers, N: constexpr, TILE: constexpr, NUMBERS: constexpr):
     """pointers [N, 1] to query rows. (q in fragment order, at most 1/2, a flat tuple; what it was divided by and its sums, float32 [N])."""
     parts = _load_columns_of(pointers, N, TILE, NUMBERS)
     top = tl.full((N,), 1e-30, tl.float32)
@@ -171,7 +172,7 @@ def _load_queries(pointers, N: tl.constexpr, TILE: tl.constexpr, NUMBERS: tl.con
 
 
 @triton.jit
-def _repeat(tile, N: tl.constexpr, COLUMNS: tl.constexpr):
+def _repeat(tile, N: constexpr, COLUMNS: constexpr):
     """[8, COLUMNS] with equal rows as [N, COLUMNS]."""
     if N > 8:
         tile = tl.broadcast_to(tile[None, :, :], (N // 8, 8, COLUMNS)).reshape(N, COLUMNS)
@@ -182,10 +183,10 @@ def _repeat(tile, N: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _product(scores, words, part, scales, I: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, N: tl.constexpr, SCALED: tl.constexpr):  # fmt: skip
+def _product(scores, words, part, scales, I: constexpr, ROWS: constexpr, TILE: constexpr, N: constexpr, SCALED: constexpr):  # fmt: skip
     """scores [ROWS, N] plus the product of one segment of plane I with its part of q [* scales]."""
-    W: tl.constexpr = words_of(TILE, I)
-    COLUMNS: tl.constexpr = width_of(TILE, I)
+    W: constexpr = words_of(TILE, I)
+    COLUMNS: constexpr = width_of(TILE, I)
     if SCALED:
         part = part * _repeat(scales, N, COLUMNS)
     part = to_codes(part, N, COLUMNS, W, bits_of(TILE, I))
@@ -196,9 +197,9 @@ def _product(scores, words, part, scales, I: tl.constexpr, ROWS: tl.constexpr, T
 
 
 @triton.jit
-def _products(words, q, terms, GROUP: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, N: tl.constexpr, SCALED: tl.constexpr):  # fmt: skip
+def _products(words, q, terms, GROUP: constexpr, ROWS: constexpr, TILE: constexpr, N: constexpr, SCALED: constexpr):  # fmt: skip
     """Sum over planes and segments of unpacked codes . q [* scales]: float32 [ROWS, N]; times `unit_of` it is that of the codes."""
-    ALL: tl.constexpr = first_part(TILE, planes_of(TILE))
+    ALL: constexpr = first_part(TILE, planes_of(TILE))
     scores = tl.zeros((ROWS, N), tl.float32)
     for i in tl.static_range(planes_of(TILE)):
         for at in tl.static_range(first_part(TILE, i), first_part(TILE, i + 1)):
@@ -211,10 +212,10 @@ def _products(words, q, terms, GROUP: tl.constexpr, ROWS: tl.constexpr, TILE: tl
 
 
 @triton.jit
-def _zeros_dot(terms, q, GROUP: tl.constexpr, TILE: tl.constexpr, N: tl.constexpr):
+def _zeros_dot(terms, q, GROUP: constexpr, TILE: constexpr, N: constexpr):
     """Sum over channels of zero * q: float32 [16, N], rows alike. The zeros are those of the first plane, which has all channels."""
-    COLUMNS: tl.constexpr = width_of(TILE, 0)
-    FIRST: tl.constexpr = (2 * GROUP + 1) * first_part(TILE, planes_of(TILE))
+    COLUMNS: constexpr = width_of(TILE, 0)
+    FIRST: constexpr = (2 * GROUP + 1) * first_part(TILE, planes_of(TILE))
     bias = tl.zeros((16, N), tl.float32)
     for at in tl.static_range(first_part(TILE, 1)):
         bias = product(_repeat(terms[FIRST + at], 16, COLUMNS), by_column(q[at], N, COLUMNS), bias)
@@ -222,9 +223,9 @@ def _zeros_dot(terms, q, GROUP: tl.constexpr, TILE: tl.constexpr, N: tl.constexp
 
 
 @triton.jit
-def _group_scores(words, terms, q, q_sum, gain, GROUP: tl.constexpr, TILE: tl.constexpr, S: tl.constexpr, N: tl.constexpr):  # fmt: skip
+def _group_scores(words, terms, q, q_sum, gain, GROUP: constexpr, TILE: constexpr, S: constexpr, N: constexpr):  # fmt: skip
     """Scores of one group of tokens times gain [N], float32 [S / groups, N]."""
-    ROWS: tl.constexpr = S // groups_of(TILE)
+    ROWS: constexpr = S // groups_of(TILE)
     code_gain = (gain * unit_of(TILE))[None, :]
     if term_per(TILE) == "column":
         scores = _products(words, q, terms, GROUP, ROWS, TILE, N, True)
@@ -241,7 +242,7 @@ def _group_scores(words, terms, q, q_sum, gain, GROUP: tl.constexpr, TILE: tl.co
 
 
 @triton.jit
-def _page_scores(words, terms, q, q_sum, gain, TILE: tl.constexpr, S: tl.constexpr, N: tl.constexpr):  # fmt: skip
+def _page_scores(words, terms, q, q_sum, gain, TILE: constexpr, S: constexpr, N: constexpr):  # fmt: skip
     """Scores of a page times gain [N], float32 [S, N]."""
     scores = _group_scores(words, terms, q, q_sum, gain, 0, TILE, S, N)
     if groups_of(TILE) == 2:
@@ -251,7 +252,7 @@ def _page_scores(words, terms, q, q_sum, gain, TILE: tl.constexpr, S: tl.constex
 
 
 @triton.jit
-def _page_values(acc, words, p, ROWS: tl.constexpr, TILE: tl.constexpr, N: tl.constexpr):
+def _page_values(acc, words, p, ROWS: constexpr, TILE: constexpr, N: constexpr):
     """acc float32 [ROWS, N] plus V^T p; p float32 [S, N], scale included."""
     for i in tl.static_range(planes_of(TILE)):
         for at in tl.static_range(first_part(TILE, i), first_part(TILE, i + 1)):
@@ -260,9 +261,9 @@ def _page_values(acc, words, p, ROWS: tl.constexpr, TILE: tl.constexpr, N: tl.co
 
 
 @triton.jit
-def _values(acc, words, p, I: tl.constexpr, SEG: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, N: tl.constexpr):  # fmt: skip
+def _values(acc, words, p, I: constexpr, SEG: constexpr, ROWS: constexpr, TILE: constexpr, N: constexpr):  # fmt: skip
     """`_page_values` for one segment of plane I."""
-    W: tl.constexpr = words_of(TILE, I)
+    W: constexpr = words_of(TILE, I)
     tile = unpack(words, ROWS, W, kind_of(TILE, I), bits_of(TILE, I))
     part = to_fragment_order(p, N, SEG, nbytes_of(TILE, I), W, bits_of(TILE, I))
     if planes_of(TILE) > 1:
@@ -272,9 +273,9 @@ def _values(acc, words, p, I: tl.constexpr, SEG: tl.constexpr, ROWS: tl.constexp
 
 
 @triton.jit
-def _grouped_values(acc, words, terms, p, GROUP: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, N: tl.constexpr):  # fmt: skip
+def _grouped_values(acc, words, terms, p, GROUP: constexpr, ROWS: constexpr, TILE: constexpr, N: constexpr):  # fmt: skip
     """acc float32 [ROWS, N] plus V^T p for one of several groups of channels. Each has terms of its own, so values are decoded in registers."""
-    ALL: tl.constexpr = first_part(TILE, planes_of(TILE))
+    ALL: constexpr = first_part(TILE, planes_of(TILE))
     for i in tl.static_range(planes_of(TILE)):
         for at in tl.static_range(first_part(TILE, i), first_part(TILE, i + 1)):
             codes, scales, zeros = (
@@ -287,10 +288,10 @@ def _grouped_values(acc, words, terms, p, GROUP: tl.constexpr, ROWS: tl.constexp
 
 
 @triton.jit
-def _decoded_values(acc, words, scales, zeros, p, I: tl.constexpr, SEG: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, N: tl.constexpr):  # fmt: skip
+def _decoded_values(acc, words, scales, zeros, p, I: constexpr, SEG: constexpr, ROWS: constexpr, TILE: constexpr, N: constexpr):  # fmt: skip
     """`_grouped_values` for one segment of plane I."""
-    W: tl.constexpr = words_of(TILE, I)
-    WIDTH: tl.constexpr = width_of(TILE, I)
+    W: constexpr = words_of(TILE, I)
+    WIDTH: constexpr = width_of(TILE, I)
     codes = unpack_exact(words, ROWS, W, bits_of(TILE, I)).reshape(ROWS // 8, 8, WIDTH)
     scales = to_codes(scales, 8, WIDTH, W, bits_of(TILE, I))
     values = codes * (scales * weight_of_plane(TILE, I))[None, :, :]
@@ -305,9 +306,9 @@ def _decoded_values(acc, words, scales, zeros, p, I: tl.constexpr, SEG: tl.const
 
 @triton.jit
 def walk(pages, table, first, end, q_pointers, t, t_low, t_high, scale, softcap,
-          K: tl.constexpr, V: tl.constexpr, PAGE_NBYTES: tl.constexpr, K_NBYTES: tl.constexpr,
-          S: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, N: tl.constexpr, Q_BFLOAT16: tl.constexpr,
-          WINDOW: tl.constexpr, SLIDING: tl.constexpr, SOFTCAP: tl.constexpr, PREFETCH: tl.constexpr):  # fmt: skip
+          K: constexpr, V: constexpr, PAGE_NBYTES: constexpr, K_NBYTES: constexpr,
+          S: constexpr, DK: constexpr, DV: constexpr, N: constexpr, Q_BFLOAT16: constexpr,
+          WINDOW: constexpr, SLIDING: constexpr, SOFTCAP: constexpr, PREFETCH: constexpr):  # fmt: skip
     """Attend to pages first .. end - 1 of a sequence, all of which it holds packed.
 
     pages    uint8 pointer to the pair of this head in page 0; table int32 pointer to this sequence's row
@@ -317,13 +318,13 @@ def walk(pages, table, first, end, q_pointers, t, t_low, t_high, scale, softcap,
     Returns (sums over V: a tuple of float32 [rows, N], one for each group of channels; their factor, float32 []; sums of p * zero, float32 [N];
     maximum and sum of the softmax, float32 [N], in powers of two).
     """
-    V_GROUPS: tl.constexpr = groups_of(V)
-    ROWS: tl.constexpr = group_rows_of(V, DV)
+    V_GROUPS: constexpr = groups_of(V)
+    ROWS: constexpr = group_rows_of(V, DV)
     q, factor, q_sum = _load_queries(
         q_pointers.to(tl.pointer_type(tl.int16)), N, K, BFLOAT16 if Q_BFLOAT16 else FLOAT16
     )
     gain = factor * scale
-    GROUPED: tl.constexpr = V_GROUPS > 1
+    GROUPED: constexpr = V_GROUPS > 1
     acc = ()
     for g in tl.static_range(V_GROUPS):
         acc = acc + (tl.zeros((ROWS, N), tl.float32),)
@@ -400,10 +401,10 @@ def _largest(scales):
 
 
 @triton.jit
-def store(acc, top_scale, zero_sum, top, total, out, lse, N: tl.constexpr, count, V: tl.constexpr, DV: tl.constexpr):  # fmt: skip
+def store(acc, top_scale, zero_sum, top, total, out, lse, N: constexpr, count, V: constexpr, DV: constexpr):  # fmt: skip
     """Write a partial: out float32 [count, DV] normalised, lse float32 [count] in powers of two."""
-    V_GROUPS: tl.constexpr = groups_of(V)
-    ROWS: tl.constexpr = group_rows_of(V, DV)
+    V_GROUPS: constexpr = groups_of(V)
+    ROWS: constexpr = group_rows_of(V, DV)
     row = tl.arange(0, N)
     share = 1.0 / tl.maximum(total, 1e-30)
     for g in tl.static_range(V_GROUPS):
