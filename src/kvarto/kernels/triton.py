@@ -23,6 +23,12 @@ MAX_DIM = 256
 _REGISTERS = 168
 _PREFETCH = False
 _STAGES = 1
+# More query tokens of one sequence are a prefill: query rows and keys of a block, and bytes of decoded history at a time.
+_FEW_TOKENS = 16
+_MANY_ROWS = 128
+_MANY_KEYS = 64
+_SCRATCH_BYTES = 128 << 20
+_LOG2E = 1.4426950408889634
 # Pages of a split where the order of sums must not depend on the batch.
 _FIXED_SHARE = 32
 
@@ -56,7 +62,8 @@ class TritonKernel:
         raw, packed = ([pages for pages in sets if pages.raw is is_raw] for is_raw in (True, False))
         assert len(raw) <= 1, "more than one set of raw pages"
         assert len(packed) <= 1, "more than one set of packed pages"
-        return _attend(queries, next(iter(packed), None), next(iter(raw), None), rule, scale, softcap, sinks)
+        attend = _attend_few if queries.longest <= _FEW_TOKENS else _attend_many
+        return attend(queries, next(iter(packed), None), next(iter(raw), None), rule, scale, softcap, sinks)
 
 
 def interpreted() -> bool:
@@ -83,7 +90,7 @@ def _why_not(side: Side, tile: Tile, dim: int) -> str | None:
     return None
 
 
-def _attend(
+def _attend_few(
     queries: Queries, packed: PageSet | None, raw: PageSet | None, rule: Rule,
     scale: float, softcap: float | None, sinks: Tensor | None,
 ) -> Partial:  # fmt: skip
@@ -128,6 +135,53 @@ def _attend(
         HEADS=heads, R=R, DV=DV, N=cut.rows, HAS_RAW=raw is not None, HAS_PACKED=packed is not None,
         ROTATION=rotation, HAS_SINKS=sinks is not None, AT_ONCE=_at_once(cut, heads), num_warps=4, **_follows(True),
     )  # fmt: skip
+    return Partial(out, lse)
+
+
+def _attend_many(
+    queries: Queries, packed: PageSet | None, raw: PageSet | None, rule: Rule,
+    scale: float, softcap: float | None, sinks: Tensor | None,
+) -> Partial:  # fmt: skip
+    """Prefill: the packed history is decoded a stretch at a time (triton_prefill.py)."""
+    programs, some = _programs(), packed or raw
+    assert some is not None, "no pages"
+    geometry, (T, Hq, _), device = some.layout.geometry, queries.q.shape, queries.q.device
+    heads, S, DK, DV, B = geometry.heads, geometry.page_tokens, geometry.k_dim, geometry.v_dim, len(queries.position)
+    at, history = raw or some, packed or some
+    q_raw, q_packed = _sixteen_bits(at.k, queries.q), _sixteen_bits(history.k, queries.q)
+    columns = 0 if packed is None else packed.table.shape[1]
+    stretch = max(1, min(columns, _SCRATCH_BYTES // (2 * B * heads * S * (DK + DV))))
+    stretches = max(1, -(-columns // stretch))
+    k_scratch, v_scratch = (
+        torch.empty((B, heads, stretch * S, dim), dtype=torch.float16, device=device) for dim in (DK, DV)
+    )
+    state = torch.empty((T, Hq, DV + 2) if stretches > 1 else (1,), dtype=torch.float32, device=device)
+    out = torch.empty((T, Hq, DV), dtype=torch.float32, device=device)
+    lse = torch.empty((T, Hq), dtype=torch.float32, device=device)
+    matrix = None if packed is None else _matrix_out(packed.v, device)
+    shared = {
+        "HEADS": heads, "S": S, "DK": DK, "DV": DV,
+        "SINK": rule.sink_pages, "WINDOW": rule.window_pages, "SLIDING": rule.sliding_tokens or 0,
+    }  # fmt: skip
+    rows = -(-queries.longest * (Hq // heads) // _MANY_ROWS)
+    for i in range(stretches):
+        if packed is not None:
+            programs.decode_pages[(stretch, heads, B)](
+                queries.start, queries.position, packed.pages, packed.table, lse if matrix is None else matrix,
+                k_scratch, v_scratch, packed.table.stride(0), i * stretch, stretch,
+                K=packed.k.tile, V=packed.v.tile, PAGE_NBYTES=packed.layout.nbytes, PAIR_NBYTES=packed.layout.pair_nbytes,
+                K_NBYTES=packed.layout.k.nbytes, ROTATED=matrix is not None, num_warps=4, **shared,
+            )  # fmt: skip
+        programs.attend_stretch[(rows, heads, B)](
+            q_raw, q_packed, queries.start, queries.position, at.pages, at.table, k_scratch, v_scratch,
+            lse if sinks is None else sinks, state, out, lse,
+            q_raw.stride(0), q_raw.stride(1), q_packed.stride(0), q_packed.stride(1), at.table.stride(0), i * stretch, stretch,
+            scale if softcap is not None else scale * _LOG2E, softcap or 0.0,
+            RAW_BFLOAT16=_is_bfloat16(at.k.tile), RAW_PAGE_NBYTES=at.layout.nbytes, RAW_PAIR_NBYTES=at.layout.pair_nbytes,
+            RAW_K_NBYTES=at.layout.k.nbytes, R=Hq // heads, M=_MANY_ROWS, N=_MANY_KEYS, SOFTCAP=softcap is not None,
+            HAS_RAW=raw is not None, HAS_PACKED=packed is not None, HAS_SINKS=sinks is not None,
+            FIRST=i == 0, LAST=i == stretches - 1, num_warps=8, num_stages=2, **shared,
+        )  # fmt: skip
     return Partial(out, lse)
 
 
@@ -225,16 +279,23 @@ def _rotates(reader: SlabReader, device: torch.device) -> bool:
 @cache
 def _rotation_out(reader: SlabReader, device: torch.device) -> tuple[str, Tensor | None]:
     """What `combine` calls the rotation that `unrotate` is, and its matrix float32 [D, D] if that is needed: unrotate(y) is y times it."""
-    eye = torch.eye(reader.layout.dim, device=device)
-    matrix = reader.unrotate(eye).contiguous()
-    if torch.equal(matrix, eye):
+    matrix = _matrix_out(reader, device)
+    if matrix is None:
         return "", None
     sylvester = torch.ones(1, 1, device=device)
-    while len(sylvester) < len(eye):
+    while len(sylvester) < len(matrix):
         sylvester = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], device=device), sylvester)
-    if len(sylvester) == len(eye) and torch.allclose(matrix * len(eye) ** 0.5, sylvester, rtol=1e-5, atol=1e-5):
+    if len(sylvester) == len(matrix) and torch.allclose(matrix * len(matrix) ** 0.5, sylvester, rtol=1e-5, atol=1e-5):
         return "hadamard", None
     return "matrix", matrix
+
+
+@cache
+def _matrix_out(reader: SlabReader, device: torch.device) -> Tensor | None:
+    """float32 [D, D]: unrotate(y) is y times it. None for the identity."""
+    eye = torch.eye(reader.layout.dim, device=device)
+    matrix = reader.unrotate(eye).contiguous()
+    return None if torch.equal(matrix, eye) else matrix
 
 
 @dataclass(frozen=True)
@@ -242,6 +303,8 @@ class _Programs:
     attend_raw: Any
     attend_packed: Any
     combine: Any
+    decode_pages: Any
+    attend_stretch: Any
     interpreted: bool
 
 
@@ -252,5 +315,7 @@ def _programs() -> _Programs:
 
     from kvarto.kernels.triton_combine import combine
     from kvarto.kernels.triton_decode import attend_packed, attend_raw
+    from kvarto.kernels.triton_prefill import attend_stretch, decode_pages
 
-    return _Programs(attend_raw, attend_packed, combine, bool(triton.knobs.runtime.interpret))
+    interpreting = bool(triton.knobs.runtime.interpret)
+    return _Programs(attend_raw, attend_packed, combine, decode_pages, attend_stretch, interpreting)

@@ -92,6 +92,18 @@ def first_part(tile: Tile, i: int) -> int:
 
 
 @triton.constexpr_function
+def is_float(tile: Tile) -> bool:
+    """The codes are floats, in one plane."""
+    return tile.planes[0].kind != "uint"
+
+
+@triton.constexpr_function
+def fields_of(tile: Tile) -> int:
+    """Codes in a byte of plane 0; 1 for floats."""
+    return 8 // tile.planes[0].bits if tile.planes[0].kind == "uint" else 1
+
+
+@triton.constexpr_function
 def unit_of(tile: Tile) -> float:
     """An unpacked tile times this is the codes."""
     return 2.0**24 if tile.planes[0].kind == "uint" else 1.0
