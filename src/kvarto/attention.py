@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Footprint", "LayerKV", "LayerSpec", "OpenPages", "PagedKV"]
 
-_RUN_TOKENS = 1024
+# Tokens of a long prefill that are appended and attended at once. A GPU decodes the history anew for each run, and has room for their raw pages.
+_RUN_TOKENS_CPU, _RUN_TOKENS = 1024, 4096
 
 
 class PagedKV:
@@ -82,16 +83,17 @@ class PagedKV:
     def extend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None = None, **options: Any
     ) -> Tensor:
-        """Append and attend in runs of `_RUN_TOKENS`, so that a long prefill holds few raw pages at a time. Options as in `attend`.
+        """Append and attend in runs of a few thousand tokens, so that a long prefill holds few raw pages at a time. Options as in `attend`.
 
         Path invariance is what allows it: the result does not depend on where the runs are cut. Returns [B, Hq, T, Dv] in q's dtype.
         """
-        if q.shape[2] <= _RUN_TOKENS:
+        run_tokens = _run_tokens(q.device)
+        if q.shape[2] <= run_tokens:
             self.append(layer, k, v, valid)
             return self.attend(layer, q, **options)
         outs = []
-        for first in range(0, q.shape[2], _RUN_TOKENS):
-            run = slice(first, first + _RUN_TOKENS)
+        for first in range(0, q.shape[2], run_tokens):
+            run = slice(first, first + run_tokens)
             self.append(layer, k[:, :, run], v[:, :, run], None if valid is None else valid[:, run])
             outs.append(self.attend(layer, q[:, :, run], **options))
         return torch.cat(outs, dim=2)
@@ -165,7 +167,7 @@ def _fix_capacity(layers: Sequence[LayerKV], tokens: int, sequences: int) -> Non
     raw_pages: dict[PageStore, int] = {}
     for layer in layers:
         rule = layer.rule
-        run = sequences * (-(-_RUN_TOKENS // rule.page_tokens) + 1)
+        run = sequences * (-(-_run_tokens(layer.device) // rule.page_tokens) + 1)
         sealed = tokens // rule.page_tokens
         if rule.sliding_tokens is not None:
             sealed = min(sealed, sequences * (-(-rule.sliding_tokens // rule.page_tokens) + 2) + run)
@@ -174,3 +176,7 @@ def _fix_capacity(layers: Sequence[LayerKV], tokens: int, sequences: int) -> Non
         raw_pages[layer.open] = raw_pages.get(layer.open, run) + kept
     for store, count in raw_pages.items():
         store.fix(count)
+
+
+def _run_tokens(device: torch.device) -> int:
+    return _RUN_TOKENS_CPU if device.type == "cpu" else _RUN_TOKENS

@@ -328,3 +328,21 @@ def test_attention_makes_no_dense_copy_of_the_history(kernel: str) -> None:
     if kernel == "numba":  # The reference keeps a partial result of each run of pages, for each query.
         # The store of packed pages, here a sixth of a dense one, exists twice while it grows.
         assert grown["extend"] < grown["dense"] / 2
+
+
+@pytest.mark.parametrize("sliding", [None, 70])
+@pytest.mark.parametrize("policy", ["int4", "kivi2", "int8+window64", "bf16"])
+def test_gpu_kernel_in_the_interpreter_gives_what_the_reference_gives(policy: str, sliding: int | None) -> None:
+    """A prefill of many tokens, single tokens, a page border, then a few tokens; the outputs are bfloat16, which rounds at 2^-9."""
+    pytest.importorskip("triton")
+    q, k, v = (x.bfloat16() for x in tensors(200))
+    outs = []
+    for kernel in ("triton", "reference"):
+        kv, parts = cache(policy, sliding=sliding, dtype=torch.bfloat16, kernel=kernel), []
+        for first, end in ((0, 150), (150, 151), (151, 192), (192, 193), (193, 200)):
+            part = slice(first, end)
+            parts.append(kv.extend(0, q[:, :, part], k[:, :, part], v[:, :, part], scale=SCALE))
+        assert kv.kernel_names == kernel
+        outs.append(torch.cat(parts, dim=2).float())
+    error = (outs[0] - outs[1]).norm() / outs[1].norm()
+    assert error < 5e-3

@@ -23,12 +23,9 @@ MAX_DIM = 256
 _REGISTERS = 168
 _PREFETCH = False
 _STAGES = 1
-# More query tokens of one sequence are a prefill: query rows and keys of a block, and bytes of decoded history at a time.
+# More query tokens of one sequence are a prefill, with so many bytes of decoded history at a time.
 _FEW_TOKENS = 16
-_MANY_ROWS = 128
-_MANY_KEYS = 64
 _SCRATCH_BYTES = 128 << 20
-_LOG2E = 1.4426950408889634
 # Pages of a split where the order of sums must not depend on the batch.
 _FIXED_SHARE = 32
 
@@ -163,7 +160,9 @@ def _attend_many(
         "HEADS": heads, "S": S, "DK": DK, "DV": DV,
         "SINK": rule.sink_pages, "WINDOW": rule.window_pages, "SLIDING": rule.sliding_tokens or 0,
     }  # fmt: skip
-    rows = -(-queries.longest * (Hq // heads) // _MANY_ROWS)
+    # Query rows and keys of a block: what the registers and the shared memory of a Hopper multiprocessor hold.
+    M, N = (128, 128) if max(DK, DV) <= 128 else (64, 64)
+    blocks = -(-queries.longest * (Hq // heads) // M)
     for i in range(stretches):
         if packed is not None:
             programs.decode_pages[(stretch, heads, B)](
@@ -172,15 +171,15 @@ def _attend_many(
                 K=packed.k.tile, V=packed.v.tile, PAGE_NBYTES=packed.layout.nbytes, PAIR_NBYTES=packed.layout.pair_nbytes,
                 K_NBYTES=packed.layout.k.nbytes, ROTATED=matrix is not None, num_warps=4, **shared,
             )  # fmt: skip
-        programs.attend_stretch[(rows, heads, B)](
+        programs.attend_stretch[(blocks, heads, B)](
             q_raw, q_packed, queries.start, queries.position, at.pages, at.table, k_scratch, v_scratch,
             lse if sinks is None else sinks, state, out, lse,
             q_raw.stride(0), q_raw.stride(1), q_packed.stride(0), q_packed.stride(1), at.table.stride(0), i * stretch, stretch,
-            scale if softcap is not None else scale * _LOG2E, softcap or 0.0,
+            scale, softcap or 0.0,
             RAW_BFLOAT16=_is_bfloat16(at.k.tile), RAW_PAGE_NBYTES=at.layout.nbytes, RAW_PAIR_NBYTES=at.layout.pair_nbytes,
-            RAW_K_NBYTES=at.layout.k.nbytes, R=Hq // heads, M=_MANY_ROWS, N=_MANY_KEYS, SOFTCAP=softcap is not None,
+            RAW_K_NBYTES=at.layout.k.nbytes, R=Hq // heads, M=M, N=N, SOFTCAP=softcap is not None,
             HAS_RAW=raw is not None, HAS_PACKED=packed is not None, HAS_SINKS=sinks is not None,
-            FIRST=i == 0, LAST=i == stretches - 1, num_warps=8, num_stages=2, **shared,
+            FIRST=i == 0, LAST=i == stretches - 1, num_warps=M // 16, num_stages=2, **shared,
         )  # fmt: skip
     return Partial(out, lse)
 

@@ -78,8 +78,8 @@ def _decode_slab(
     """Numbers of a tile [ROWS, COLUMNS] to out float16, rows row_stride apart; ROTATED: the rotation over rows undone first."""
     ROW_PAD: constexpr = triton.next_power_of_2(ROWS)
     row = tl.arange(0, ROW_PAD)[:, None]
+    WIDTH: constexpr = COLUMNS // fields_of(TILE)
     for field in tl.static_range(fields_of(TILE)):
-        WIDTH: constexpr = COLUMNS // fields_of(TILE)
         column = field * WIDTH + tl.arange(0, triton.next_power_of_2(WIDTH))[None, :]
         inside = (row < ROWS) & (column < (field + 1) * WIDTH)
         numbers = _codes(slab, row, column, field, inside, TILE)
@@ -165,10 +165,10 @@ def _term(slab, row, column, inside, TILE: constexpr, ZERO: constexpr, ROWS: con
 
 
 @triton.jit
-def _update(scores, v, acc, top, total, DTYPE: constexpr):
-    """One step of the online softmax: scores [M, n] in powers of two, v [n, DV]. Returns the new (acc, top, total)."""
-    new_top = tl.maximum(top, tl.max(scores, axis=1))
-    p = tl.exp2(scores - new_top[:, None])
+def _update(scores, scale, v, acc, top, total, DTYPE: constexpr):
+    """One step of the online softmax: scores [M, n], times scale > 0 in powers of two, v [n, DV]. Returns the new (acc, top, total)."""
+    new_top = tl.maximum(top, tl.max(scores, axis=1) * scale)
+    p = tl.exp2(scores * scale - new_top[:, None])
     shrink = tl.exp2(top - new_top)
     total = total * shrink + tl.sum(p, axis=1)
     return product(p.to(DTYPE), v, acc * shrink[:, None]), new_top, total
@@ -176,10 +176,10 @@ def _update(scores, v, acc, top, total, DTYPE: constexpr):
 
 @triton.jit
 def _scores(q, k, scale, softcap, SOFTCAP: constexpr, M: constexpr, COLUMNS: constexpr):
-    """q [M, DK] times k [DK, n], capped, in powers of two."""
-    scores = product(q, k, tl.zeros((M, COLUMNS), tl.float32)) * scale
+    """q [M, DK] times k [DK, n]; with SOFTCAP scaled and capped."""
+    scores = product(q, k, tl.zeros((M, COLUMNS), tl.float32))
     if SOFTCAP:
-        scores = softcap * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 * LOG2E / softcap)))) * LOG2E
+        scores = softcap * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (scale * 2.0 * LOG2E / softcap))))
     return scores
 
 
@@ -196,7 +196,7 @@ def attend_stretch(
 
     q_*      [T, Hq, DK], in the dtype of the raw pages and in the packed tile's domain; strides in elements
     state    float32 [T, Hq, DV + 2]: sums, maximum and sum of weights between stretches
-    scale    of the scores, times log2(e) unless SOFTCAP
+    scale    of the scores, positive
     out, lse [T, Hq, DV] and float32 [T, Hq] (natural logarithm), written if LAST; 0 and -inf where nothing was seen
     """
     head, sequence = tl.program_id(1), tl.program_id(2)
@@ -216,6 +216,9 @@ def attend_stretch(
     DV_PAD: constexpr = triton.next_power_of_2(DV)
     kc, vc = tl.arange(0, DK_PAD), tl.arange(0, DV_PAD)
     at = (token * (HEADS * R) + query_head) * (DV + 2)
+    gain = scale * LOG2E
+    if SOFTCAP:
+        gain = scale * 0.0 + LOG2E
     if FIRST:
         acc = tl.zeros((M, DV_PAD), tl.float32)
         top = tl.full((M,), HIDDEN / 2, tl.float32)
@@ -246,7 +249,7 @@ def attend_stretch(
             if SLIDING > 0:
                 seen = seen & (key > t[:, None] - SLIDING)
             scores = tl.where(seen, _scores(q, k, scale, softcap, SOFTCAP, M, S), HIDDEN)
-            acc, top, total = _update(scores, v, acc, top, total, dtype)
+            acc, top, total = _update(scores, gain, v, acc, top, total, dtype)
 
     if HAS_PACKED:
         q_at = token * q_packed_stride_t + query_head * q_packed_stride_h
@@ -270,7 +273,7 @@ def attend_stretch(
             v = tl.load(
                 v_pair + vc[None, :] * (stretch_pages * S) + (i + key)[:, None], mask=(vc < DV)[None, :], other=0.0
             )
-            acc, top, total = _update(_scores(q, k, scale, softcap, SOFTCAP, M, N), v, acc, top, total, tl.float16)
+            acc, top, total = _update(_scores(q, k, scale, softcap, SOFTCAP, M, N), gain, v, acc, top, total, tl.float16)
         for i in range(whole, high, N):
             inside = i + key < high
             k = tl.load(
@@ -286,7 +289,7 @@ def attend_stretch(
             if SLIDING > 0:
                 seen = seen & (place > t[:, None] - SLIDING)
             scores = tl.where(seen, _scores(q, k, scale, softcap, SOFTCAP, M, N), HIDDEN)
-            acc, top, total = _update(scores, v, acc, top, total, tl.float16)
+            acc, top, total = _update(scores, gain, v, acc, top, total, tl.float16)
 
     if LAST:
         if HAS_SINKS:
