@@ -174,3 +174,281 @@ def _is_read(page: int, query_tokens: range, rule: Rule, is_raw: bool) -> bool:
         page * S <= t and (page + 1) * S - 1 > t - sliding and rule.reads_raw(page, t // S) == is_raw
         for t in query_tokens
     )
+
+
+# ---- codecs and geometries -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [name for name in registry if name != "fp32"])
+def test_every_codec(name: str) -> None:
+    case(name, "fp16", Geometry(1, 128, 128)).check()
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+@pytest.mark.parametrize("counts", [(1, 1, 1, 1, 1), (1, 2, 16, 1, 5)])
+def test_raw_pages_alone(name: str, counts: Sequence[int]) -> None:
+    dtype = torch.bfloat16 if name == "bf16" else torch.float16
+    case(None, name, Geometry(1, 128, 80), counts=counts, rule=Rule(64, window_pages=9), dtype=dtype).check()
+
+
+@pytest.mark.parametrize(
+    ("text", "geometry", "R", "counts"),
+    [
+        ("int4", Geometry(1, 64, 64), 3, (1, 1, 1)),
+        ("int4", Geometry(1, 80, 80), 1, (2, 16, 5)),
+        ("int3", Geometry(1, 80, 96), 8, (1, 1, 1)),
+        ("int2", Geometry(1, 256, 256), 4, (1, 2, 1)),
+        ("int8", Geometry(1, 256, 64), 16, (1, 1, 1)),
+        ("fp8", Geometry(1, 80, 256), 1, (1, 1, 1)),
+        ("fp8_e5m2-token", Geometry(1, 96, 80), 3, (2, 5, 2)),
+        ("bf16", Geometry(1, 96, 80), 4, (1, 1, 1)),
+        ("kivi2", Geometry(1, 80, 80), 5, (1, 3, 2)),  # The last group of values has 16 channels,
+        ("kivi4", Geometry(1, 24, 40), 2, (1, 1, 1)),  # and here 8, which are padded.
+        ("int8/int4", Geometry(2, 64, 128), 7, (1, 1, 1)),
+        ("kivi2-g32/fp8", Geometry(1, 96, 64), 4, (1, 1, 1)),
+        ("int2", Geometry(1, 64, 64, 32), 4, (2, 5, 2)),
+        ("int4", Geometry(1, 64, 64, 128), 4, (1, 1, 1)),
+        ("kivi2", Geometry(1, 64, 64, 128), 4, (1, 1, 1)),  # Two groups of tokens.
+    ],
+)
+def test_geometries(text: str, geometry: Geometry, R: int, counts: Sequence[int]) -> None:
+    case(text, "fp16", geometry, (65, 200, 130), counts, R=R).check()
+
+
+# ---- queries ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("R", "counts"),
+    [(1, (1, 16, 5, 2, 16)), (4, (1, 5, 1, 2, 16)), (8, (1, 2, 0, 0, 5)), (16, (1, 0, 2, 1, 5)), (24, (0, 1, 1, 1, 1))],
+)
+def test_several_queries_in_ragged_batches(R: int, counts: Sequence[int]) -> None:
+    case("int8", "fp16", Geometry(2, 64, 64), counts=counts, R=R).check()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_dtypes_of_queries(dtype: torch.dtype) -> None:
+    # Those of the pages or not: bfloat16 fits in float16 here, and is brought into its range.
+    case("int4", "fp16", SMALL, (65, 200), dtype=dtype).check()
+    case("bf16", "bf16", SMALL, (65, 200), dtype=dtype).check()
+
+
+@pytest.mark.parametrize("size", [1e-3, 1e4])
+def test_queries_of_any_size(size: float) -> None:
+    made = case("int4", "fp16", SMALL, (65, 200), keys=lambda k: k / max(1.0, size))
+    replace(made, queries=replace(made.queries, q=made.queries.q * size)).check()
+
+
+def test_strided_queries_and_tables() -> None:
+    made = case("int4", "fp16", Geometry(2, 64, 64), (65, 200), (3, 2), dtype=torch.float16)
+    expected, q = made.attend(), made.queries.q
+    # Between others of a fused projection, whose rows begin on odd numbers; head by head; channels not contiguous.
+    fused = torch.cat([torch.full_like(q[..., :1], torch.nan), q, torch.full_like(q, torch.nan)], dim=-1)
+    for strided in (fused[..., 1:65], q.transpose(0, 1).contiguous().transpose(0, 1), q.mT.contiguous().mT):
+        assert not strided.is_contiguous()
+        assert_same_bits(replace(made, queries=replace(made.queries, q=strided)).attend(), expected)
+    sets = tuple(replace(pages, table=_every_second(pages.table)) for pages in made.sets)
+    assert_same_bits(replace(made, sets=sets).attend(), expected)
+
+
+def _every_second(table: Tensor) -> Tensor:
+    """A view with wider rows, equal to the table."""
+    return torch.stack([table, torch.full_like(table, 1 << 30)], dim=1).flatten(1)[:, : table.shape[1]]
+
+
+def test_tables_of_which_columns_are_contiguous() -> None:
+    made = case("int8", "fp16", Geometry(2, 64, 64), (65, 200))
+    sets = tuple(replace(pages, table=pages.table.t().contiguous().t()) for pages in made.sets)
+    assert_same_bits(replace(made, sets=sets).attend(), made.attend())
+
+
+def test_pages_may_be_rows_of_a_wider_store() -> None:
+    made = case("int8", "fp16", SMALL, (65, 200))
+    sets = []
+    for pages in made.sets:
+        store = torch.full((len(pages.pages), pages.layout.nbytes + 48), POISON, dtype=torch.uint8)
+        store[:, 16 : 16 + pages.layout.nbytes] = pages.pages
+        sets.append(replace(pages, pages=store[:, 16 : 16 + pages.layout.nbytes]))
+    assert_same_bits(replace(made, sets=tuple(sets)).attend(), made.attend())
+
+
+def test_nan_in_a_query_is_not_hidden() -> None:
+    for raw in ("fp16", None):
+        made = case("int8", raw, SMALL, (200, 300))
+        made.queries.q[0, 1, 5] = torch.nan
+        with numpy_warnings_ignored():
+            out = made.attend().out
+        assert bool(out[0, 1].isnan().all())
+        assert int(out.isnan().any(dim=-1).sum()) == 1
+
+
+def test_sequences_without_queries_or_pages() -> None:
+    made = case("int8", None, SMALL, (30, 200, 64), (2, 0, 1))
+    made.check()
+    assert bool((made.attend().lse[:2] == -torch.inf).all())
+    none = Queries(made.queries.q[:0], torch.zeros(4).int(), made.queries.position, 0)
+    assert replace(made, queries=none).attend().out.shape == (0, 4, 64)
+    none = Queries(made.queries.q[:0], torch.zeros(1).int(), made.queries.position[:0], 0)
+    sets = tuple(replace(pages, table=pages.table[:0]) for pages in made.sets)
+    assert replace(made, queries=none, sets=sets).attend().lse.shape == (0, 4)
+
+
+# ---- the rule --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rule", "counts"),
+    [
+        (Rule(64, sink_pages=1), (1, 1, 1, 1)),
+        (Rule(64, sink_pages=2, window_pages=1), (1, 16, 5, 16)),
+        (Rule(64, window_pages=2), (1, 5, 2, 16)),
+        (Rule(64, sink_pages=9), (1, 1, 1, 1)),  # Nothing is packed.
+        (Rule(64, sliding_tokens=100), (1, 1, 1, 1)),
+        (Rule(64, sink_pages=1, window_pages=1, sliding_tokens=130), (1, 16, 5, 16)),
+        (Rule(64, sliding_tokens=7), (1, 16, 5, 16)),
+        (Rule(64, sliding_tokens=1), (1, 2, 1, 5)),
+    ],
+)
+def test_sinks_windows_and_sliding_windows(rule: Rule, counts: Sequence[int]) -> None:
+    case("int8", "fp16", SMALL, (63, 130, 260, 325), counts, rule=rule).check()
+
+
+def test_all_tokens_of_a_kind_are_seen_by_one_query_and_hidden_from_the_next() -> None:
+    # The third token of the sixteen opens a page: what was the open page is packed to it and those after it.
+    rule = Rule(64, sink_pages=1, window_pages=1, sliding_tokens=150)
+    for R in (1, 4):
+        case("kivi2", "bf16", SMALL, (206, 270), (16, 16), R=R, rule=rule, dtype=torch.bfloat16).check()
+
+
+# ---- scores ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("softcap", [0.5, 30.0])
+def test_softcap(softcap: float) -> None:
+    case("int8", "fp16", SMALL, (65, 200), (5, 1), softcap=softcap).check()
+
+
+@pytest.mark.parametrize("logit", [-3.0, 8.0])
+def test_learned_sinks(logit: float) -> None:
+    sinks = logit + torch.arange(4.0)
+    case("int4", "fp16", SMALL, (30, 65, 200), softcap=None, sinks=sinks).check()
+    case("int8", None, SMALL, (30, 200), (2, 1), sinks=sinks.bfloat16()).check()
+
+
+@pytest.mark.parametrize("name", ["int2", "int8", "kivi2-g32", "bf16"])
+def test_keys_with_large_biases(name: str) -> None:
+    bias = torch.zeros(64)
+    bias[3], bias[35] = 200.0, -200.0
+    made = case(name, "fp16", SMALL, (65, 200), keys=lambda k: k + bias)
+    made.queries.q[..., [3, 35]] *= 0.1
+    made.check()
+
+
+# ---- values ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1e-3, 1e3])
+@pytest.mark.parametrize("name", ["int4", "kivi2", "fp8_e5m2"])
+def test_small_and_large_values(name: str, size: float) -> None:
+    case(name, "fp16", SMALL, (65, 200), values=lambda v: v * size).check()
+
+
+@pytest.mark.parametrize("name", ["int4", "int3", "int8", "fp8_e5m2-token", "kivi4"])
+@pytest.mark.parametrize("sizes", [(1e-3, 1e3, 1.0), (1e3, 1e-3, 1.0)])
+@pytest.mark.parametrize("gap", [0.0, 11.0])
+def test_pages_of_widely_different_scales(name: str, sizes: tuple[float, ...], gap: float) -> None:
+    """With a gap the page of large values has so little weight that the others decide as much."""
+    pages = torch.tensor([*sizes, 1.0])
+    away = torch.zeros(64)
+    away[0] = gap * 8.0
+
+    def keys(k: Tensor) -> Tensor:
+        return k - away * (pages[: len(k)] > 100).view(-1, 1, 1, 1)
+
+    made = case(name, "fp16", SMALL, (200,), R=1, keys=keys, values=lambda v: v * pages[: len(v)].view(-1, 1, 1, 1))
+    made.queries.q[..., 0] = 1.0
+    made.check()
+
+
+@pytest.mark.parametrize(("packed", "raw", "gap"), [("int4", None, 13.0), ("int8", None, 13.0), ("kivi2", None, 13.0), (None, "fp16", 7.0)])
+def test_tiny_probabilities_are_not_lost(packed: str | None, raw: str | None, gap: float) -> None:
+    """A token without a value (an attention sink) takes nearly all weight; the rest of `out` are many small shares."""
+    def keys(k: Tensor) -> Tensor:
+        k[..., 0] = 0.0
+        k[0, 5, :, 0] = gap * 8.0
+        return k
+
+    def values(v: Tensor) -> Tensor:
+        v[0, 5] = 0.0
+        return v
+
+    made = case(packed, raw, SMALL, (256,), R=1, keys=keys, values=values, rule=Rule(64, window_pages=9 if raw else 0))
+    made.queries.q[..., 0] = 1.0
+    made.check()
+
+
+# ---- what else it promises -------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@contextmanager
+def numpy_warnings_ignored() -> Iterator[None]:
+    """The interpreter computes with numpy, which warns of NaN."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        yield
+
+
+def test_a_row_has_the_same_bits_alone_and_in_a_batch() -> None:
+    lengths, counts = (2500, 1, 65, 200), (1, 1, 3, 2)
+    with deterministic():
+        made = case("fp8", "fp16", SMALL, lengths, counts, R=2)
+        together = made.attend()
+        for b, (first, end) in enumerate(zip(made.queries.start.tolist(), made.queries.start.tolist()[1:], strict=False)):
+            assert_same_bits(made.row(b).attend(), Partial(together.out[first:end], together.lse[first:end]))
+    made.check()
+
+
+def assert_same_bits(got: Partial, expected: Partial) -> None:
+    assert torch.equal(got.out, expected.out)
+    assert torch.equal(got.lse, expected.lse)
+
+
+class Untiled(Codec):
+    """A codec without a tile."""
+
+    fields = registry["int8"].fields
+    encode = registry["int8"].encode
+    decode = registry["int8"].decode
+
+
+def test_refusals_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reason(k: Codec | str, v: Codec | str, geometry: Geometry = SMALL, device: str = DEVICE) -> str | None:
+        k, v = (registry[codec] if isinstance(codec, str) else codec for codec in (k, v))
+        S = geometry.page_tokens
+        layout = PageLayout(geometry, k.layout(Side.K, S, geometry.k_dim), v.layout(Side.V, S, geometry.v_dim))
+        return TritonKernel().supports(layout, BoundCodec(k, layout.k), BoundCodec(v, layout.v), device).reason
+
+    assert reason("int4", "kivi2") is None
+    assert reason("fp32", "int4") == "K: float32 values: tensor cores have no such operand"
+    assert reason("int4", "fp32") == "V: float32 values: tensor cores have no such operand"
+    assert reason("int8", Untiled("untiled", 8, "test")) == "the V codec has no tile"
+    assert reason(Untiled("untiled", 8, "test"), "int8") == "the K codec has no tile"
+    assert reason("int8", "int8", Geometry(1, 64, 64, 96)) == "pages of 96 tokens: only 32, 64 or 128"
+    assert reason("int8", "int8", Geometry(1, 64, 64, 256)) == "pages of 256 tokens: only 32, 64 or 128"
+    assert reason("int8", "int8", Geometry(1, 512, 64)) == "K: a head dimension of 512: only 16 to 256"
+    assert reason("int8", "int8", Geometry(1, 64, 8)) == "V: a head dimension of 8: only 16 to 256"
+    assert reason("int8", "int3", Geometry(1, 64, 64, 32)) == "V: rows of 4 bytes"
+    assert reason("kivi2-g32", "int4", Geometry(1, 64, 64, 128)) == "K: 4 groups of tokens, float16"
+    monkeypatch.setattr(host, "interpreted", lambda: False)
+    assert reason("int4", "int4", device="cpu") == "it runs on a GPU, not on cpu"
+    monkeypatch.setattr(host, "why_unavailable", lambda _package: "it is not installed")
+    assert reason("int4", "int4") == "triton: it is not installed; run: pip install triton"
