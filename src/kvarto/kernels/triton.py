@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvarto.jit import torch, why_unavailable
 from kvarto.kernels.base import PageSet, Partial, Queries, Rule, SlabReader, Support
+from kvarto.kernels.triton_tune import tuning_for
 from kvarto.layout import PageLayout, Side
 from kvarto.tile import Tile
 
@@ -20,9 +21,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_DIM = 256
-_REGISTERS = 168
-_PREFETCH = False
-_STAGES = 1
 # More query tokens of one sequence are a prefill, with so many bytes of decoded history at a time.
 _FEW_TOKENS = 16
 _SCRATCH_BYTES = 128 << 20
@@ -95,7 +93,8 @@ def _attend_few(
     assert some is not None, "no pages"
     geometry, (T, Hq, _), device = some.layout.geometry, queries.q.shape, queries.q.device
     heads, DV, R = geometry.heads, geometry.v_dim, Hq // geometry.heads
-    cut = _cut(queries, rule, packed, raw, heads, R)
+    tuning = tuning_for(_gpu(device), some.layout, some.k.name, some.v.name)
+    cut = _cut(queries, rule, packed, raw, R, _multiprocessors(device) * tuning.programs)
     plan = torch.empty(cut.entries, dtype=torch.int32, device=device)
     raw_out, raw_lse = _parts(cut.entries * heads * cut.raw_parts, cut.rows, DV, device)
     shared = {
@@ -120,7 +119,7 @@ def _attend_few(
             q.stride(0), q.stride(1), packed.table.stride(0),
             cut.entries, cut.groups, cut.slots, cut.fixed_share, scale, softcap or 0.0,
             K=packed.k.tile, V=packed.v.tile, K_NBYTES=packed.layout.k.nbytes, PAIR_NBYTES=packed.layout.pair_nbytes,
-            BFLOAT16=q.dtype == torch.bfloat16, PREFETCH=_PREFETCH, num_warps=1, num_stages=_STAGES, maxnreg=_REGISTERS,
+            BFLOAT16=q.dtype == torch.bfloat16, num_warps=1, num_stages=tuning.stages, maxnreg=tuning.registers,
             ENTRIES=1 << max(6, (cut.entries - 1).bit_length()), **_follows(raw is not None), **shared,
         )  # fmt: skip
     out = torch.empty((T, Hq, DV), dtype=torch.float32, device=device)
@@ -200,7 +199,10 @@ class _Cut:
     fixed_share: int
 
 
-def _cut(queries: Queries, rule: Rule, packed: PageSet | None, raw: PageSet | None, heads: int, R: int) -> _Cut:
+def _cut(
+    queries: Queries, rule: Rule, packed: PageSet | None, raw: PageSet | None, R: int, slots: int
+) -> _Cut:  # fmt: skip
+    """`slots`: splits of packed pages that run at once."""
     rows = 8 if queries.longest * R <= 8 else 16
     groups = -(-queries.longest * R // rows)
     entries = len(queries.position) * groups
@@ -208,8 +210,9 @@ def _cut(queries: Queries, rule: Rule, packed: PageSet | None, raw: PageSet | No
     if raw is not None:
         crossing = 0 if queries.longest == 1 else 1  # the rows of an entry are of at most 16 tokens
         raw_parts = max(1, min(rule.sink_pages + rule.window_pages + 1 + crossing, raw.table.shape[1]))
-    slots, fixed_share = _slots(queries.q.device), _FIXED_SHARE if _deterministic() else 0
+    fixed_share = _FIXED_SHARE if _deterministic() else 0
     if packed is not None:
+        heads = packed.layout.geometry.heads
         most = -(-packed.table.shape[1] // _FIXED_SHARE) * entries * heads
         splits = max(1, most) if fixed_share else max(slots, entries * heads)
     return _Cut(rows, entries, groups, raw_parts, splits, slots, fixed_share)
@@ -233,13 +236,14 @@ def _deterministic() -> bool:
 
 
 @cache
-def _slots(device: torch.device) -> int:
-    """Programs of `attend_packed` that run at once."""
-    if device.type != "cuda":
-        return 7
-    properties = torch.cuda.get_device_properties(device)
-    # Each quarter of a multiprocessor has registers of its own.
-    return int(properties.multi_processor_count * 4 * (16384 // (_REGISTERS * 32)))
+def _gpu(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreter"
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    """1 in the interpreter, whose results then have several parts to merge all the same."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 1
 
 
 def _follows(previous: bool) -> dict[str, bool]:

@@ -145,7 +145,6 @@ def attend_packed(
     K: constexpr, V: constexpr, K_NBYTES: constexpr, PAIR_NBYTES: constexpr, BFLOAT16: constexpr,
     HEADS: constexpr, R: constexpr, S: constexpr, DK: constexpr, DV: constexpr, N: constexpr,
     SINK: constexpr, WINDOW: constexpr, SLIDING: constexpr, SOFTCAP: constexpr, ENTRIES: constexpr,
-    PREFETCH: constexpr,
 ):  # fmt: skip
     """Grid (at least the splits of the plan,), heads of a split next to each other; one warp. Arguments as in `attend_raw`.
 
@@ -168,7 +167,7 @@ def attend_packed(
         splits = tl.sum(tl.where(entry == e, all_splits, 0), axis=0)
         _attend_split(
             q, start, position, pages, table, out, lse, q_stride_t, q_stride_h, columns, e, groups, before, splits, scale, softcap,
-            K, V, K_NBYTES, PAIR_NBYTES, BFLOAT16, HEADS, R, S, DK, DV, N, SINK, WINDOW, SLIDING, SOFTCAP, PREFETCH,
+            K, V, K_NBYTES, PAIR_NBYTES, BFLOAT16, HEADS, R, S, DK, DV, N, SINK, WINDOW, SLIDING, SOFTCAP,
         )  # fmt: skip
     wait_for_previous()
 
@@ -178,7 +177,7 @@ def _attend_split(
     q, start, position, pages, table, out, lse, q_stride_t, q_stride_h, columns, e, groups, before, splits, scale, softcap,
     K: constexpr, V: constexpr, K_NBYTES: constexpr, PAIR_NBYTES: constexpr, BFLOAT16: constexpr,
     HEADS: constexpr, R: constexpr, S: constexpr, DK: constexpr, DV: constexpr, N: constexpr,
-    SINK: constexpr, WINDOW: constexpr, SLIDING: constexpr, SOFTCAP: constexpr, PREFETCH: constexpr,
+    SINK: constexpr, WINDOW: constexpr, SLIDING: constexpr, SOFTCAP: constexpr,
 ):  # fmt: skip
     """The split of entry e that this program has; programs from `before` on are those of the entry."""
     head = (tl.program_id(0) - before) % HEADS
@@ -200,7 +199,7 @@ def _attend_split(
         acc, top_scale, zero_sum, top, total = walk(
             pages + head * PAIR_NBYTES, table + sequence.to(tl.int64) * columns, first, end, q + rows[:, None],
             t, t_low, t_high, scale, softcap, K, V, HEADS * PAIR_NBYTES, K_NBYTES, S, DK, DV, N, BFLOAT16,
-            WINDOW, SLIDING, SOFTCAP, PREFETCH,
+            WINDOW, SLIDING, SOFTCAP,
         )  # fmt: skip
         store(acc, top_scale, zero_sum, top, total, out, lse, N, count, V, DV)
     else:

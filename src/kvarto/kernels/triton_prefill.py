@@ -273,7 +273,9 @@ def attend_stretch(
             v = tl.load(
                 v_pair + vc[None, :] * (stretch_pages * S) + (i + key)[:, None], mask=(vc < DV)[None, :], other=0.0
             )
-            acc, top, total = _update(_scores(q, k, scale, softcap, SOFTCAP, M, N), gain, v, acc, top, total, tl.float16)
+            acc, top, total = _update(
+                _scores(q, k, scale, softcap, SOFTCAP, M, N), gain, v, acc, top, total, tl.float16
+            )
         for i in range(whole, high, N):
             inside = i + key < high
             k = tl.load(

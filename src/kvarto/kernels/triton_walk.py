@@ -308,7 +308,7 @@ def _decoded_values(acc, words, scales, zeros, p, I: constexpr, SEG: constexpr, 
 def walk(pages, table, first, end, q_pointers, t, t_low, t_high, scale, softcap,
           K: constexpr, V: constexpr, PAGE_NBYTES: constexpr, K_NBYTES: constexpr,
           S: constexpr, DK: constexpr, DV: constexpr, N: constexpr, Q_BFLOAT16: constexpr,
-          WINDOW: constexpr, SLIDING: constexpr, SOFTCAP: constexpr, PREFETCH: constexpr):  # fmt: skip
+          WINDOW: constexpr, SLIDING: constexpr, SOFTCAP: constexpr):  # fmt: skip
     """Attend to pages first .. end - 1 of a sequence, all of which it holds packed.
 
     pages    uint8 pointer to the pair of this head in page 0; table int32 pointer to this sequence's row
@@ -320,6 +320,7 @@ def walk(pages, table, first, end, q_pointers, t, t_low, t_high, scale, softcap,
     """
     V_GROUPS: constexpr = groups_of(V)
     ROWS: constexpr = group_rows_of(V, DV)
+    next_held = tl.load(table + first)
     q, factor, q_sum = _load_queries(
         q_pointers.to(tl.pointer_type(tl.int16)), N, K, BFLOAT16 if Q_BFLOAT16 else FLOAT16
     )
@@ -333,17 +334,11 @@ def walk(pages, table, first, end, q_pointers, t, t_low, t_high, scale, softcap,
     top = tl.full((N,), HIDDEN / 2, tl.float32)  # above HIDDEN, so that a row that has seen nothing gets p = 0
     total = tl.zeros((8, N), tl.float32)
     slot = tl.arange(0, S)
-    next_held = tl.load(table + first)
-    if PREFETCH:
-        next_words = _load_groups(pages + next_held.to(tl.int64) * PAGE_NBYTES, K, S // groups_of(K), S)
     for page in range(first, end):
         slab = pages + next_held.to(tl.int64) * PAGE_NBYTES
         next_held = tl.load(table + tl.minimum(page + 1, end - 1))  # here before it is needed
         # All loads of a page before the first use.
-        if PREFETCH:
-            k_words = next_words
-        else:
-            k_words = _load_groups(slab, K, S // groups_of(K), S)
+        k_words = _load_groups(slab, K, S // groups_of(K), S)
         k_terms = _load_terms(slab, K, DK, S, term_per(K) == "column")
         v_words = _load_groups(slab + K_NBYTES, V, ROWS, DV)
         if not GROUPED:
@@ -351,8 +346,6 @@ def walk(pages, table, first, end, q_pointers, t, t_low, t_high, scale, softcap,
         scores = _page_scores(k_words, k_terms, q, q_sum, gain, K, S, N)
         if GROUPED:  # so many that they take the registers of the keys
             v_terms = _load_terms(slab + K_NBYTES, V, S, S, True)
-        if PREFETCH:
-            next_words = _load_groups(pages + next_held.to(tl.int64) * PAGE_NBYTES, K, S // groups_of(K), S)
         if SOFTCAP:
             # tanh(x) = 1 - 2 / (1 + exp(2 x)); the argument of exp2 is 2 x log2(e)
             scores = (softcap * LOG2E) * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 * LOG2E / softcap))))
