@@ -7,7 +7,7 @@ Three launches and no host synchronisation, so that a CUDA graph can hold them: 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +54,10 @@ class TritonKernel:
         sinks: Tensor | None = None,
     ) -> Partial:  # fmt: skip
         """See `base.Kernel.attend`; one raw set and one packed set at most."""
+        if len(queries.q) == 0:
+            nothing = queries.q.new_zeros((0, queries.q.shape[1], sets[0].layout.geometry.v_dim), dtype=torch.float32)
+            return Partial(nothing, nothing.sum(-1))
+        sets = [replace(pages, table=_by_row(pages.table)) for pages in sets]
         raw, packed = ([pages for pages in sets if pages.raw is is_raw] for is_raw in (True, False))
         assert len(raw) <= 1, "more than one set of raw pages"
         assert len(packed) <= 1, "more than one set of packed pages"
@@ -107,7 +111,7 @@ def _attend_few(
         programs.attend_raw[(heads, cut.entries, cut.raw_parts)](
             q, queries.start, queries.position, raw.pages, raw.table, raw_out, raw_lse, q.stride(0), q.stride(1),
             raw.table.stride(0), cut.groups, scale, softcap or 0.0,
-            K_NBYTES=raw.layout.k.nbytes, PAIR_NBYTES=raw.layout.pair_nbytes, BFLOAT16=_is_bfloat16(raw.k.tile),
+            PAGE_NBYTES=raw.pages.stride(0), K_NBYTES=raw.layout.k.nbytes, PAIR_NBYTES=raw.layout.pair_nbytes, BFLOAT16=_is_bfloat16(raw.k.tile),
             num_warps=4, **shared,
         )  # fmt: skip
     packed_out, packed_lse = raw_out, raw_lse
@@ -118,7 +122,8 @@ def _attend_few(
             q, queries.start, queries.position, packed.pages, packed.table, plan, packed_out, packed_lse,
             q.stride(0), q.stride(1), packed.table.stride(0),
             cut.entries, cut.groups, cut.slots, cut.fixed_share, scale, softcap or 0.0,
-            K=packed.k.tile, V=packed.v.tile, K_NBYTES=packed.layout.k.nbytes, PAIR_NBYTES=packed.layout.pair_nbytes,
+            K=packed.k.tile, V=packed.v.tile, PAGE_NBYTES=packed.pages.stride(0),
+            K_NBYTES=packed.layout.k.nbytes, PAIR_NBYTES=packed.layout.pair_nbytes,
             BFLOAT16=q.dtype == torch.bfloat16, num_warps=1, num_stages=tuning.stages, maxnreg=tuning.registers,
             ENTRIES=1 << max(6, (cut.entries - 1).bit_length()), **_follows(raw is not None), **shared,
         )  # fmt: skip
@@ -167,7 +172,7 @@ def _attend_many(
             programs.decode_pages[(stretch, heads, B)](
                 queries.start, queries.position, packed.pages, packed.table, lse if matrix is None else matrix,
                 k_scratch, v_scratch, packed.table.stride(0), i * stretch, stretch,
-                K=packed.k.tile, V=packed.v.tile, PAGE_NBYTES=packed.layout.nbytes, PAIR_NBYTES=packed.layout.pair_nbytes,
+                K=packed.k.tile, V=packed.v.tile, PAGE_NBYTES=packed.pages.stride(0), PAIR_NBYTES=packed.layout.pair_nbytes,
                 K_NBYTES=packed.layout.k.nbytes, ROTATED=matrix is not None, num_warps=4, **shared,
             )  # fmt: skip
         programs.attend_stretch[(blocks, heads, B)](
@@ -175,7 +180,7 @@ def _attend_many(
             lse if sinks is None else sinks, state, out, lse,
             q_raw.stride(0), q_raw.stride(1), q_packed.stride(0), q_packed.stride(1), at.table.stride(0), i * stretch, stretch,
             scale, softcap or 0.0,
-            RAW_BFLOAT16=_is_bfloat16(at.k.tile), RAW_PAGE_NBYTES=at.layout.nbytes, RAW_PAIR_NBYTES=at.layout.pair_nbytes,
+            RAW_BFLOAT16=_is_bfloat16(at.k.tile), RAW_PAGE_NBYTES=at.pages.stride(0), RAW_PAIR_NBYTES=at.layout.pair_nbytes,
             RAW_K_NBYTES=at.layout.k.nbytes, R=Hq // heads, M=M, N=N, SOFTCAP=softcap is not None,
             HAS_RAW=raw is not None, HAS_PACKED=packed is not None, HAS_SINKS=sinks is not None,
             FIRST=i == 0, LAST=i == stretches - 1, num_warps=M // 16, num_stages=2, **shared,
@@ -266,6 +271,11 @@ def _sixteen_bits(reader: SlabReader, q: Tensor) -> Tensor:
     if q.dtype == torch.float32:
         q = q.half()
     return q if q.stride(-1) == 1 else q.contiguous()
+
+
+def _by_row(table: Tensor) -> Tensor:
+    """The table with a row's numbers next to each other."""
+    return table if table.stride(1) == 1 or table.shape[1] <= 1 else table.contiguous()
 
 
 def _is_bfloat16(tile: Tile | None) -> bool:

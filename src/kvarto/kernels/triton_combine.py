@@ -64,11 +64,11 @@ def combine(
     total = raw_total * raw_weight + packed_total * packed_weight
     if HAS_SINKS:
         total += tl.exp2(sink - safe)
-    result = (raw * raw_weight + packed * packed_weight) / tl.where(total > 0, total, 1.0)
+    result = (raw * raw_weight + packed * packed_weight) / tl.where(total == 0, 1.0, total)  # NaN stays NaN
     token = (begin + row // R).to(tl.int64)
     at = out + token * out_stride_t + query_head * out_stride_h + channel
     tl.store(at, result.to(out.dtype.element_ty), mask=channel < DV)
-    log = tl.where(total > 0, (safe + tl.log2(tl.maximum(total, 1e-38))) / LOG2E, float("-inf"))
+    log = tl.where(total == 0, float("-inf"), (safe + tl.log2(tl.where(total == 0, 1.0, total))) / LOG2E)
     tl.store(lse + token * (HEADS * R) + query_head, log)
 
 
@@ -100,7 +100,7 @@ def _merge(
             mask=(part < count)[:, None] & (channel < DV)[None, :],
             other=0.0,
         )
-        values = tl.where((log > float("-inf"))[:, None], values, 0.0)
+        values = tl.where((log == float("-inf"))[:, None], 0.0, values)
         new_tops = tl.maximum(tops, log)
         shrink = tl.exp2(tops - new_tops)
         weight = tl.exp2(log - new_tops)
@@ -110,4 +110,4 @@ def _merge(
     top = tl.max(tops, axis=0)
     weights = tl.exp2(tops - top)
     total = tl.sum(totals * weights, axis=0)
-    return tl.sum(result * weights[:, None], axis=0), total, tl.where(total > 0, top, float("-inf"))
+    return tl.sum(result * weights[:, None], axis=0), total, tl.where(total == 0, float("-inf"), top)

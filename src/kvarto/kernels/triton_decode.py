@@ -78,14 +78,14 @@ def plan_of(
 @triton.jit(do_not_specialize=["columns", "groups"])
 def attend_raw(
     q, start, position, pages, table, out, lse, q_stride_t, q_stride_h, columns, groups, scale, softcap,
-    K_NBYTES: constexpr, PAIR_NBYTES: constexpr, BFLOAT16: constexpr,
+    PAGE_NBYTES: constexpr, K_NBYTES: constexpr, PAIR_NBYTES: constexpr, BFLOAT16: constexpr,
     HEADS: constexpr, R: constexpr, S: constexpr, DK: constexpr, DV: constexpr, N: constexpr,
     SINK: constexpr, WINDOW: constexpr, SLIDING: constexpr, SOFTCAP: constexpr,
 ):  # fmt: skip
     """Grid (HEADS, entries, most raw pages of an entry, at least 1).
 
     q              [T, Hq, DK] of the pages' own dtype, strides in elements; start int32 [B + 1] and position int32 [B] as in base.Queries
-    pages          uint8, table int32 [B, columns] as in base.PageSet: K [S, DK] and V [DV, S], no terms
+    pages          uint8, PAGE_NBYTES from page to page; table int32 [B, columns] as in base.PageSet: K [S, DK] and V [DV, S], no terms
     scale          of the scores; softcap is read only if SOFTCAP
     out, lse       float32 [entries, HEADS, grid 2, N(, DV)]; lse in powers of two, -inf where nothing was seen
     """
@@ -110,7 +110,7 @@ def attend_raw(
     DK_PAD: constexpr = triton.next_power_of_2(DK)
     DV_PAD: constexpr = triton.next_power_of_2(DV)
     k_channel, v_channel = tl.arange(0, DK_PAD), tl.arange(0, DV_PAD)
-    pair = pages + held.to(tl.int64) * (HEADS * PAIR_NBYTES) + head * PAIR_NBYTES
+    pair = pages + held.to(tl.int64) * PAGE_NBYTES + head * PAIR_NBYTES
     dtype: constexpr = tl.bfloat16 if BFLOAT16 else tl.float16
     k = pair.to(tl.pointer_type(dtype)) + tl.arange(0, S)[None, :] * DK + k_channel[:, None]
     v = (pair + K_NBYTES).to(tl.pointer_type(dtype)) + v_channel[None, :] * S + tl.arange(0, S)[:, None]
@@ -131,10 +131,10 @@ def attend_raw(
     top = tl.maximum(tl.max(scores, axis=1), HIDDEN / 2)
     p = tl.exp2(scores - top[:, None])
     total = tl.sum(p, axis=1)
-    result = product(p.to(dtype), v, tl.zeros((16, DV_PAD), tl.float32)) / tl.maximum(total, 1e-30)[:, None]
+    result = product(p.to(dtype), v, tl.zeros((16, DV_PAD), tl.float32)) / tl.where(total == 0, 1.0, total)[:, None]
     at = out + (slot * N + lane)[:, None] * DV + v_channel[None, :]
     tl.store(at, result, mask=(lane < count)[:, None] & (v_channel < DV)[None, :])
-    log = tl.where(total > 0, top + tl.log2(tl.maximum(total, 1e-30)), float("-inf"))
+    log = tl.where(total == 0, float("-inf"), top + tl.log2(tl.where(total == 0, 1.0, total)))
     tl.store(lse + slot * N + lane, log, mask=lane < count)
 
 
@@ -142,7 +142,7 @@ def attend_raw(
 def attend_packed(
     q, start, position, pages, table, plan, out, lse, q_stride_t, q_stride_h, columns,
     entries, groups, slots, fixed_share, scale, softcap,
-    K: constexpr, V: constexpr, K_NBYTES: constexpr, PAIR_NBYTES: constexpr, BFLOAT16: constexpr,
+    K: constexpr, V: constexpr, PAGE_NBYTES: constexpr, K_NBYTES: constexpr, PAIR_NBYTES: constexpr, BFLOAT16: constexpr,
     HEADS: constexpr, R: constexpr, S: constexpr, DK: constexpr, DV: constexpr, N: constexpr,
     SINK: constexpr, WINDOW: constexpr, SLIDING: constexpr, SOFTCAP: constexpr, ENTRIES: constexpr,
 ):  # fmt: skip
@@ -167,7 +167,7 @@ def attend_packed(
         splits = tl.sum(tl.where(entry == e, all_splits, 0), axis=0)
         _attend_split(
             q, start, position, pages, table, out, lse, q_stride_t, q_stride_h, columns, e, groups, before, splits, scale, softcap,
-            K, V, K_NBYTES, PAIR_NBYTES, BFLOAT16, HEADS, R, S, DK, DV, N, SINK, WINDOW, SLIDING, SOFTCAP,
+            K, V, PAGE_NBYTES, K_NBYTES, PAIR_NBYTES, BFLOAT16, HEADS, R, S, DK, DV, N, SINK, WINDOW, SLIDING, SOFTCAP,
         )  # fmt: skip
     wait_for_previous()
 
@@ -175,7 +175,7 @@ def attend_packed(
 @triton.jit
 def _attend_split(
     q, start, position, pages, table, out, lse, q_stride_t, q_stride_h, columns, e, groups, before, splits, scale, softcap,
-    K: constexpr, V: constexpr, K_NBYTES: constexpr, PAIR_NBYTES: constexpr, BFLOAT16: constexpr,
+    K: constexpr, V: constexpr, PAGE_NBYTES: constexpr, K_NBYTES: constexpr, PAIR_NBYTES: constexpr, BFLOAT16: constexpr,
     HEADS: constexpr, R: constexpr, S: constexpr, DK: constexpr, DV: constexpr, N: constexpr,
     SINK: constexpr, WINDOW: constexpr, SLIDING: constexpr, SOFTCAP: constexpr,
 ):  # fmt: skip
@@ -198,7 +198,7 @@ def _attend_split(
     if first < end:
         acc, top_scale, zero_sum, top, total = walk(
             pages + head * PAIR_NBYTES, table + sequence.to(tl.int64) * columns, first, end, q + rows[:, None],
-            t, t_low, t_high, scale, softcap, K, V, HEADS * PAIR_NBYTES, K_NBYTES, S, DK, DV, N, BFLOAT16,
+            t, t_low, t_high, scale, softcap, K, V, PAGE_NBYTES, K_NBYTES, S, DK, DV, N, BFLOAT16,
             WINDOW, SLIDING, SOFTCAP,
         )  # fmt: skip
         store(acc, top_scale, zero_sum, top, total, out, lse, N, count, V, DV)

@@ -221,7 +221,7 @@ def attend_stretch(
         gain = scale * 0.0 + LOG2E
     if FIRST:
         acc = tl.zeros((M, DV_PAD), tl.float32)
-        top = tl.full((M,), HIDDEN / 2, tl.float32)
+        top = tl.full((M,), HIDDEN, tl.float32)  # finite, so that a row that has seen nothing gets p = 0
         total = tl.zeros((M,), tl.float32)
     else:
         acc = tl.load(state + at[:, None] + vc[None, :], mask=(vc < DV)[None, :], other=0.0)
@@ -248,7 +248,7 @@ def attend_stretch(
             seen = ((page < SINK) | (page >= t // S - WINDOW))[:, None] & (key <= t[:, None]) & inside[None, :]
             if SLIDING > 0:
                 seen = seen & (key > t[:, None] - SLIDING)
-            scores = tl.where(seen, _scores(q, k, scale, softcap, SOFTCAP, M, S), HIDDEN)
+            scores = tl.where(seen, _scores(q, k, scale, softcap, SOFTCAP, M, S), float("-inf"))
             acc, top, total = _update(scores, gain, v, acc, top, total, dtype)
 
     if HAS_PACKED:
@@ -290,7 +290,7 @@ def attend_stretch(
             seen = (place // S < (t // S - WINDOW)[:, None]) & inside[None, :]
             if SLIDING > 0:
                 seen = seen & (place > t[:, None] - SLIDING)
-            scores = tl.where(seen, _scores(q, k, scale, softcap, SOFTCAP, M, N), HIDDEN)
+            scores = tl.where(seen, _scores(q, k, scale, softcap, SOFTCAP, M, N), float("-inf"))
             acc, top, total = _update(scores, gain, v, acc, top, total, tl.float16)
 
     if LAST:
@@ -301,13 +301,13 @@ def attend_stretch(
             acc = acc * shrink[:, None]
             total = total * shrink + tl.exp2(sink - new_top)
             top = new_top
-        result = acc / tl.where(total > 0, total, 1.0)[:, None]
+        result = acc / tl.where(total == 0, 1.0, total)[:, None]
         tl.store(
             out + ((token * (HEADS * R) + query_head) * DV)[:, None] + vc[None, :],
             result.to(out.dtype.element_ty),
             mask=(rows < count)[:, None] & (vc < DV)[None, :],
         )
-        log = tl.where(total > 0, (top + tl.log2(tl.maximum(total, 1e-38))) / LOG2E, float("-inf"))
+        log = tl.where(total == 0, float("-inf"), (top + tl.log2(tl.where(total == 0, 1.0, total))) / LOG2E)
         tl.store(lse + token * (HEADS * R) + query_head, log, mask=rows < count)
     else:
         tl.store(state + at[:, None] + vc[None, :], acc, mask=(rows < count)[:, None] & (vc < DV)[None, :])

@@ -399,7 +399,7 @@ def store(acc, top_scale, zero_sum, top, total, out, lse, N: constexpr, count, V
     V_GROUPS: constexpr = groups_of(V)
     ROWS: constexpr = group_rows_of(V, DV)
     row = tl.arange(0, N)
-    share = 1.0 / tl.maximum(total, 1e-30)
+    share = 1.0 / tl.where(total == 0, 1.0, total)  # NaN stays NaN
     for g in tl.static_range(V_GROUPS):
         if V_GROUPS > 1:
             result = acc[g] * (1.0 / P_LIMIT)
@@ -415,4 +415,8 @@ def store(acc, top_scale, zero_sum, top, total, out, lse, N: constexpr, count, V
             result * share[None, :],
             mask=(row[None, :] < count) & (channel[:, None] < DV),
         )
-    tl.store(lse + row, tl.where(total > 0, top + tl.log2(tl.maximum(total, 1e-30)), float("-inf")), mask=row < count)
+    tl.store(
+        lse + row,
+        tl.where(total == 0, float("-inf"), top + tl.log2(tl.where(total == 0, 1.0, total))),
+        mask=row < count,
+    )

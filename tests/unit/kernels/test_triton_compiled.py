@@ -1,0 +1,181 @@
+"""What the compiler makes of the packed kernel for a Hopper GPU, without one: Triton brings the assembler and the disassembler.
+
+The kernel is fast because packed rows become tensor-core operands in registers, two numbers an instruction. Nothing fails when a compiler puts a
+trip through shared memory in between or takes halves apart again, it only gets slower. Here it fails. The numbers are of Triton 3.6 and 3.7.
+
+`python tests/unit/kernels/test_triton_compiled.py FORMAT...` prints them as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REGISTERS = 168
+STACK_BYTES = 160
+# Query parts, probabilities and sums over lanes do go through shared memory: a few instructions a page, not one a row.
+SHARED_INSTRUCTIONS = 32
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Of the loop over pages, D = 128: tensor-core instructions, and instructions at most (a tenth or so more than there are)."""
+
+    tensor_core: int
+    instructions: int
+
+
+EXPECTED = {
+    "int4": Expected(80, 1150),
+    "int2": Expected(80, 1100),
+    "kivi2": Expected(72, 1300),
+    "int8": Expected(64, 900),
+    "fp8": Expected(64, 1050),
+}
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What was compiled. `tensor_core`, `shared` and `instructions` count those of the loop over pages."""
+
+    registers: int
+    stack_bytes: int
+    tensor_core: int
+    shared: int
+    instructions: int
+
+
+# One process tests all formats, so that they are compiled once.
+pytestmark = pytest.mark.xdist_group("triton_compiled")
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Compiled]:
+    if reason := _why_not():
+        pytest.skip(reason)
+    # Whether programs are interpreted is decided when Triton is imported, so they are compiled in another process, and always anew.
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+    command = [sys.executable, str(Path(__file__)), *EXPECTED]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return {name: Compiled(**numbers) for name, numbers in json.loads(done.stdout).items()}
+
+
+def _why_not() -> str | None:
+    """Why nothing can be compiled here, or None."""
+    for package in ("torch", "triton"):
+        if find_spec(package) is None:
+            return f"{package} is not installed"
+    for tool in ("ptxas", "cuobjdump"):
+        if not _tool(tool).exists():
+            return f"this triton brings no {tool}"
+    return None
+
+
+def _tool(name: str) -> Path:
+    spec = find_spec("triton")
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).parent / "backends" / "nvidia" / "bin" / name
+
+
+@pytest.mark.parametrize("name", list(EXPECTED))
+def test_registers_hold_a_page(compiled: dict[str, Compiled], name: str) -> None:
+    assert compiled[name].registers <= REGISTERS
+    assert compiled[name].stack_bytes <= STACK_BYTES
+
+
+@pytest.mark.parametrize("name", list(EXPECTED))
+def test_packed_rows_reach_the_tensor_cores_in_registers(compiled: dict[str, Compiled], name: str) -> None:
+    assert compiled[name].tensor_core == EXPECTED[name].tensor_core
+    assert compiled[name].shared <= SHARED_INSTRUCTIONS
+
+
+@pytest.mark.parametrize("name", list(EXPECTED))
+def test_halves_are_handled_in_pairs(compiled: dict[str, Compiled], name: str) -> None:
+    assert compiled[name].instructions <= EXPECTED[name].instructions
+
+
+# ---- in the other process --------------------------------------------------------------------------------------------
+
+
+def _compile(name: str) -> Any:
+    """The packed kernel as a decode step of 4 query heads for each of 8 KV heads, D = 128, launches it on an H200."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from kvarto.formats import parse_format
+    from kvarto.kernels.triton_decode import attend_packed
+    from kvarto.layout import Geometry
+
+    chosen = parse_format(name)
+    layout = chosen.layout(Geometry(8, 128, 128))
+    constants = {
+        "K": chosen.k.tile(layout.k), "V": chosen.v.tile(layout.v), "PAGE_NBYTES": layout.nbytes,
+        "K_NBYTES": layout.k.nbytes, "PAIR_NBYTES": layout.pair_nbytes, "BFLOAT16": True, "HEADS": 8, "R": 4, "S": 64,
+        "DK": 128, "DV": 128, "N": 8, "SINK": 1, "WINDOW": 0, "SLIDING": 0, "SOFTCAP": False, "ENTRIES": 64,
+    }  # fmt: skip
+    types = dict.fromkeys(("start", "position", "table", "plan"), "*i32")
+    types |= {"q": "*bf16", "pages": "*u8", "out": "*fp32", "lse": "*fp32", "scale": "fp32", "softcap": "fp32"}
+    signature = {
+        argument: "constexpr" if argument in constants else types.get(argument, "i32")
+        for argument in attend_packed.arg_names
+    }
+    # What a launch finds out about its arguments: pointers and the strides of q are multiples of 16.
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, (argument, kind) in enumerate(signature.items())
+        if kind.startswith("*") or argument.startswith("q_")
+    }
+    source = ASTSource(attend_packed, signature, constants, aligned)
+    options = {"num_warps": 1, "num_stages": 1, "maxnreg": REGISTERS}
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def _examine(cubin: bytes) -> Compiled:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage, assembly = (
+            subprocess.run([_tool("cuobjdump"), option, file.name], capture_output=True, text=True, check=True).stdout
+            for option in ("-res-usage", "-sass")
+        )
+    numbers = {key: int(number) for key, number in re.findall(r"(REG|STACK):(\d+)", usage)}
+    counts = Counter(_main_loop(assembly))
+    return Compiled(
+        numbers["REG"],
+        numbers["STACK"],
+        counts["HMMA"],
+        sum(counts[kind] for kind in ("LDS", "LDSM", "STS", "STSM")),
+        counts.total(),
+    )
+
+
+def _main_loop(assembly: str) -> list[str]:
+    """The kinds of instructions (HMMA, LDS ...) between the target of the widest backward branch and the branch: the loop over pages."""
+    found = re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9]+)(.*?);", assembly)
+    instructions = [(int(address, 16), kind, rest) for address, kind, rest in found]
+    loops = [
+        (address - int(target[1], 16), int(target[1], 16), address)
+        for address, kind, rest in instructions
+        if kind == "BRA" and (target := re.search(r"0x([0-9a-f]+)", rest)) and int(target[1], 16) < address
+    ]
+    _, first, last = max(loops)
+    return [kind for address, kind, _ in instructions if first <= address <= last]
+
+
+if __name__ == "__main__":
+    print(json.dumps({name: asdict(_examine(_compile(name).asm["cubin"])) for name in sys.argv[1:]}))

@@ -1,0 +1,134 @@
+"""A codec's Tile tells the truth: read as kvarto/tile.py says, byte by byte, it gives what the codec decodes, in the tile's domain."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+from kvarto.codecs import Codec, registry
+from kvarto.codecs.fp8 import Fp8
+from kvarto.layout import ITEM_BYTES, Side, SlabLayout
+from kvarto.tile import BITS, Plane, Term, Tile
+
+DIMS = (24, 64, 80, 96, 128, 256)
+FLOATS = {
+    "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "bfloat16": torch.bfloat16, "float16": torch.float16,
+    "float32": torch.float32,
+}  # fmt: skip
+
+
+def read(slab: np.ndarray, tile: Tile, shape: tuple[int, int]) -> np.ndarray:
+    """float64 [rows, columns] of one slab, uint8 [slab_nbytes]."""
+    total = np.zeros(shape)
+    for plane in tile.planes:
+        codes = read_codes(slab, plane, shape[0])
+        at = 0
+        for first, count in plane.columns:
+            total[:, first : first + count] += 2.0**plane.shift * codes[:, at : at + count]
+            at += count
+        assert at == codes.shape[1], "the runs are not all columns of a row"
+    scale = 1.0 if tile.scale is None else read_term(slab, tile.scale, shape)
+    zero = 0.0 if tile.zero is None else read_term(slab, tile.zero, shape)
+    return total * scale + zero
+
+
+def read_codes(slab: np.ndarray, plane: Plane, rows: int) -> np.ndarray:
+    """float64 [rows, codes of a row]."""
+    packed = slab[plane.offset :][: rows * plane.row_nbytes].reshape(rows, plane.row_nbytes)
+    if plane.kind != "uint":
+        assert plane.bits == BITS[plane.kind]
+        return numbers(packed, plane.kind)
+    fields = 8 // plane.bits
+    codes = np.full((rows, fields * plane.row_nbytes), np.nan)
+    for field in range(fields):
+        for byte in range(plane.row_nbytes):
+            codes[:, byte + field * plane.row_nbytes] = packed[:, byte] >> (plane.bits * field) & (
+                (1 << plane.bits) - 1
+            )
+    return codes
+
+
+def read_term(slab: np.ndarray, term: Term, shape: tuple[int, int]) -> np.ndarray:
+    """float64, broadcast to [rows, columns]."""
+    rows, columns = shape
+    assert term.offset % ITEM_BYTES[term.dtype] == 0
+    count = {"row": rows, "column": term.groups * columns, "slab": 1}[term.per]
+    values = numbers(slab[term.offset :][: count * ITEM_BYTES[term.dtype]], term.dtype)
+    assert len(values) == count
+    if term.per == "row":
+        return values[:, None]
+    if term.per == "slab":
+        return values[None, :]
+    if term.groups == 1:
+        return values[None, :]
+    groups = values.reshape(term.groups, columns)
+    assert (term.groups - 1) * term.group_rows < rows <= term.groups * term.group_rows
+    return groups[np.arange(rows) // term.group_rows]
+
+
+def numbers(raw: np.ndarray, kind: str) -> np.ndarray:
+    """Bytes as floats of a kind, float64."""
+    return torch.from_numpy(np.ascontiguousarray(raw)).view(FLOATS[kind]).double().numpy()
+
+
+def check(codec: Codec, layout: SlabLayout) -> None:
+    """Two slabs, one of them of keys with a bias, against the codec's own reading."""
+    tile = codec.tile(layout)
+    assert tile is not None, f"{codec.name} has no tile"
+    generator = torch.Generator().manual_seed(layout.dim)
+    x = torch.randn(2, layout.page_tokens, layout.dim, generator=generator)
+    x[1, :, 3] += 50.0
+    slabs = codec.encode(x, layout)
+    truth = codec.rotate(codec.decode(slabs, layout), layout.side)
+    for slab, y in zip(slabs, truth, strict=True):
+        got = torch.from_numpy(read(slab.numpy(), tile, layout.tile_shape))
+        expected = y if layout.side is Side.K else y.T
+        # Rotations there and back are float32.
+        torch.testing.assert_close(got, expected.double(), rtol=0.0, atol=2e-6 * float(y.abs().max()))
+
+
+@pytest.mark.parametrize("side", list(Side))
+@pytest.mark.parametrize("name", list(registry))
+def test_a_tile_is_what_the_codec_decodes(name: str, side: Side) -> None:
+    codec = registry[name]
+    for tokens in (32, 64, 128):
+        for dim in DIMS:
+            if codec.refuses(side, tokens, dim) is None:
+                check(codec, codec.layout(side, tokens, dim))
+
+
+@pytest.mark.parametrize("side", list(Side))
+def test_calibrated_scales(side: Side) -> None:
+    codec = registry["fp8-head"]
+    assert isinstance(codec, Fp8)
+    check(replace(codec, scales=(0.3,)), codec.layout(side, 64, 64))
+
+
+@pytest.mark.parametrize("side", list(Side))
+@pytest.mark.parametrize("name", list(registry))
+def test_what_kernels_take_for_granted(name: str, side: Side) -> None:
+    """Planes and terms lie inside the slab and do not overlap; scale and zero are laid out alike; the first plane has all columns."""
+    codec = registry[name]
+    layout = codec.layout(side, 64, 128)
+    rows, columns = layout.tile_shape
+    tile = codec.tile(layout)
+    assert tile is not None
+    assert tile.planes[0].columns == ((0, columns),)
+    if tile.zero is not None:
+        assert tile.scale is not None
+        assert replace(tile.zero, offset=0) == replace(tile.scale, offset=0)
+    spans = [(plane.offset, plane.offset + rows * plane.row_nbytes) for plane in tile.planes]
+    for term in (tile.scale, tile.zero):
+        if term is not None:
+            count = {"row": rows, "column": term.groups * columns, "slab": 1}[term.per]
+            spans.append((term.offset, term.offset + count * ITEM_BYTES[term.dtype]))
+    spans.sort()
+    assert all(end <= first for (_, end), (first, _) in pairwise(spans))
+    assert spans[-1][1] <= layout.nbytes
