@@ -6,8 +6,14 @@ READY := $(VENV)/.ready
 # One thread a process: two test processes share the cores, and OpenMP teams that compete for them collapse.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup
 
+# The machine with the GPU brings its own torch; Triton compiles in every worker. What PYTHONPATH names already (peers to measure) stays.
+GPU_PYTHON ?= python3
+GPU_WORKERS ?= 12
+GPU_ENV := PYTHONPATH=$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}
+GPU_SANITIZE := ragged_lengths and (int4 or int3 or kivi2 or int8 or fp8) or several or prefill or rules or other_geometries
+
 .DEFAULT_GOAL := help
-.PHONY: help run test test-models check format bench gpu golden clean browser
+.PHONY: help run test test-models check format bench gpu gpu-sanitize golden clean browser
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -44,8 +50,15 @@ format: $(READY)  ## format the code and mend what ruff can mend
 bench: $(READY)  ## CPU attention against torch SDPA; writes benchmarks/baselines/attention_cpu.json
 	$(BIN)/python benchmarks/attention_cpu.py
 
-gpu:  ## kernels on a GPU (none yet: the GPU kernels are the next milestone)
-	@echo "kvarto has no GPU kernels yet; CPU kernels are tested by 'make test'" >&2; exit 1
+gpu:  ## kernels on an NVIDIA GPU: tests, then a quick benchmark (GPU_PYTHON=a Python with torch, triton and pytest-xdist)
+	@$(GPU_PYTHON) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "torch sees no NVIDIA GPU here; the kernels run in an interpreter in: make test")'
+	OMP_NUM_THREADS=1 $(GPU_ENV) $(GPU_PYTHON) -m pytest -n $(GPU_WORKERS) -W default tests/gpu tests/unit/kernels/test_triton*.py
+	$(GPU_ENV) $(GPU_PYTHON) benchmarks/attention_gpu.py --quick
+
+# Without torch's caching allocator every tensor is an allocation of its own, so that a step beyond one is seen; graphs cannot be captured then.
+gpu-sanitize:  ## the memory checker of CUDA on a small selection of the GPU tests
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 KVARTO_GPU_LONG=3000 $(GPU_ENV) compute-sanitizer --tool memcheck --error-exitcode 9 \
+	$(GPU_PYTHON) -m pytest -n 0 -q -W default -k "$(GPU_SANITIZE)" tests/gpu/test_gpu_attend.py tests/unit/kernels/test_triton_seal.py
 
 golden: $(READY)  ## write the golden page of each codec that has none yet
 	$(BIN)/python tests/golden/write.py

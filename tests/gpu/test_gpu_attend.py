@@ -217,10 +217,10 @@ def deterministic() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("deterministic")
-@pytest.mark.parametrize("count", [1, 5])
+@pytest.mark.parametrize("count", [1, 5, CHUNK])
 def test_in_deterministic_mode_a_sequence_does_not_depend_on_the_batch(count: int) -> None:
     """Nor on how wide the tables are, which grow with the longest sequence of the batch."""
-    lengths = (65, 1000, LONG // 3, 300, LONG)
+    lengths = [max(count, length) for length in (65, 1000, LONG // 3, 300, LONG)]
     case = make("int4", lengths, [count] * len(lengths))
     together = case.attend()
     assert_near(together, case.truth())

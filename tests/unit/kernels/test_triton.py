@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -34,6 +34,7 @@ from kvarto.kernels import triton as host
 from kvarto.kernels.base import PageSet, Partial, Queries, Rule
 from kvarto.kernels.reference import ReferenceKernel
 from kvarto.kernels.triton import TritonKernel
+from kvarto.kernels.triton_tune import Tuning, trial
 from kvarto.layout import Geometry, PageLayout, Side
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -42,6 +43,13 @@ SMALL = Geometry(1, 64, 64)
 OUT_TOLERANCE, OUT_TOLERANCE_BFLOAT16, LSE_TOLERANCE = 2e-3, 6e-3, 5e-3
 POISON = 0xFF
 DECODE_AND_PREFILL = pytest.mark.parametrize("counts", [(1, 1), (17, 2)])
+
+
+@pytest.fixture(autouse=True)
+def few_programs() -> Iterator[None]:
+    """In the interpreter each program takes a tenth of a second, one without work too: fewer of them at once."""
+    with trial(Tuning(255, 1)) if DEVICE == "cpu" else nullcontext():
+        yield
 
 
 @dataclass(frozen=True)
