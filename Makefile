@@ -51,7 +51,8 @@ bench: $(READY)  ## CPU attention against torch SDPA; writes benchmarks/baseline
 	$(BIN)/python benchmarks/attention_cpu.py
 
 gpu:  ## kernels on an NVIDIA GPU: tests, then a quick benchmark (GPU_PYTHON=a Python with torch, triton and pytest-xdist)
-	@$(GPU_PYTHON) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "torch sees no NVIDIA GPU here; the kernels run in an interpreter in: make test")'
+	@$(GPU_PYTHON) -c 'import torch; raise SystemExit(not torch.cuda.is_available())' 2>/dev/null || \
+	{ echo "make gpu needs a Python whose torch sees an NVIDIA GPU, and $(GPU_PYTHON) is none: name one with GPU_PYTHON=...; without a GPU the kernels run in Triton's interpreter in: make test" >&2; exit 1; }
 	OMP_NUM_THREADS=1 $(GPU_ENV) $(GPU_PYTHON) -m pytest -n $(GPU_WORKERS) -W default tests/gpu tests/unit/kernels/test_triton*.py
 	$(GPU_ENV) $(GPU_PYTHON) benchmarks/attention_gpu.py --quick
 

@@ -246,7 +246,7 @@ class Measured:
             "share_of_read_bandwidth": {name: rate / speed["read_gb_per_s"] for name, rate in rates.items()},
             "share_of_copy_bandwidth": {name: rate / speed["copy_gb_per_s"] for name, rate in rates.items()},
             "best_bf16": self.best("bf16"), "best_fp8": self.best("fp8"), **over,
-            "bars": {text: found for text in self.formats if (found := self.bars(text))},
+            "bars": {text: bars for text in self.formats if (bars := self.bars(text))},
         }  # fmt: skip
 
 
@@ -343,7 +343,8 @@ def sealing(text: str, pages: int) -> Callable[[], None] | None:
 
 def measure_seal(options: argparse.Namespace, decode: list[Measured], console: Console) -> dict[str, Any]:
     """Microseconds a page; and what sealing adds to decode steps of as many sequences, each of which fills a page every S steps."""
-    S, step_ms = MODEL.geometry.page_tokens, {}
+    S = MODEL.geometry.page_tokens
+    step_ms: dict[tuple[str, int], tuple[float, Work]] = {}
     for measured in decode:
         step_ms |= {
             (text, measured.work.rows): (measured.times[text].median, measured.work) for text in measured.formats

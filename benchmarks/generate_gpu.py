@@ -35,7 +35,7 @@ from measure_gpu import DEVICE, HAS_GPU, machine, write
 NEEDED = (5, 24)  # transformers, as in pyproject.toml
 BASELINE = Path(__file__).parent / "baselines" / "generate_gpu.json"
 CACHES = ("dynamic", "static", "int4", "int8", "kivi2")
-LLAMA = {
+LLAMA: dict[str, Any] = {
     "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
     "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 1 << 18, "rope_theta": 500000.0, "tie_word_embeddings": False,
 }  # fmt: skip

@@ -33,7 +33,7 @@ _TARGET_MS = 4.0
 _MOST_CALLS = 20
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _sum_block(numbers, out, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
     """out[i] = the sum of the i-th COUNT numbers, int32."""
     block = tl.program_id(0).to(tl.int64)
@@ -65,9 +65,9 @@ class Replay:
     def milliseconds(self) -> float:
         """Of one call, `before` included."""
         if not HAS_GPU:
-            begin = time.perf_counter()
+            before = time.perf_counter()
             self._run()
-            return (time.perf_counter() - begin) * 1e3 / self.calls
+            return (time.perf_counter() - before) * 1e3 / self.calls
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         self._run()
@@ -130,7 +130,11 @@ def bandwidth() -> dict[str, float]:
     nbytes = 1 << 32 if HAS_GPU else 1 << 16
     source = torch.zeros(nbytes // 4, device=DEVICE)
     target = torch.empty_like(source)
-    calls = {"sum": lambda: source.sum(), "read": Reader(nbytes), "copy": lambda: target.copy_(source)}
+    calls: dict[str, Callable[[], Any]] = {
+        "sum": lambda: source.sum(),
+        "read": Reader(nbytes),
+        "copy": lambda: target.copy_(source),
+    }
     times, _ = measure(calls, 9)
     return {
         "read_gb_per_s": nbytes / min(times["sum"].median, times["read"].median) / 1e6,

@@ -29,7 +29,7 @@ from cases import (
 )
 
 from kvarto.codecs import registry
-from kvarto.kernels.base import Partial
+from kvarto.kernels.base import PageSet, Partial, merge
 from kvarto.kernels.triton import TritonKernel
 from kvarto.layout import Geometry
 
@@ -140,14 +140,14 @@ def test_strides_of_bfloat16_queries() -> None:
 
 def test_raw_pages_alone_and_packed_pages_alone() -> None:
     case = make("int4", (1, 63, 64))  # no page is packed yet
-    options = {"scale": case.scale, "softcap": None}
-    alone = TritonKernel().attend(case.queries, [case.raw], case.rule, **options)  # type: ignore[arg-type]
-    assert_near(alone, case.truth())
+    assert_near(attend_one(case, case.raw), case.truth())
     case = make("int4+sink0", (65, 1000 if HAS_GPU else 200))
-    raw, packed = (TritonKernel().attend(case.queries, [x], case.rule, **options) for x in (case.raw, case.packed))  # type: ignore[arg-type]
-    lse = torch.logaddexp(raw.lse, packed.lse)
-    out = sum(part.out * torch.exp(part.lse - lse)[..., None] for part in (raw, packed))
-    assert_near(Partial(out, lse), case.truth())  # type: ignore[arg-type]
+    parts = [attend_one(case, pages) for pages in (case.raw, case.packed)]
+    assert_near(merge(parts), case.truth())
+
+
+def attend_one(case: Case, pages: PageSet) -> Partial:
+    return TritonKernel().attend(case.queries, [pages], case.rule, scale=case.scale, softcap=None)
 
 
 # ---- far, replayed, reproducible -------------------------------------------------------------------------------------
@@ -171,6 +171,7 @@ def test_a_graph_follows_positions_tables_and_queries() -> None:
     live.packed.table.fill_(-1)
     live.queries.position.zero_()
     graph, result = captured(live.attend)
+    graph.replay()
     assert bool((result.lse == -torch.inf).all())
     for state in (case, in_reverse(case), moved(case)):
         for name in ("q", "position"):
@@ -186,27 +187,25 @@ def test_a_graph_follows_positions_tables_and_queries() -> None:
 def copied(case: Case) -> Case:
     """The same in memory of its own."""
     queries = replace(case.queries, q=case.queries.q.clone(), position=case.queries.position.clone())
-    sets = {
-        name: replace(x, pages=x.pages.clone(), table=x.table.clone())
-        for name, x in (("raw", case.raw), ("packed", case.packed))
-    }
-    return replace(case, queries=queries, **sets)
+    raw, packed = (replace(x, pages=x.pages.clone(), table=x.table.clone()) for x in (case.raw, case.packed))
+    return replace(case, queries=queries, raw=raw, packed=packed)
 
 
 def in_reverse(case: Case) -> Case:
     """The last sequence first."""
     queries = replace(case.queries, q=case.queries.q.flip(0), position=case.queries.position.flip(0))
-    sets = {name: replace(x, table=x.table.flip(0)) for name, x in (("raw", case.raw), ("packed", case.packed))}
-    return replace(case, queries=queries, **sets)
+    raw, packed = (replace(x, table=x.table.flip(0)) for x in (case.raw, case.packed))
+    return replace(case, queries=queries, raw=raw, packed=packed)
 
 
 def moved(case: Case) -> Case:
     """Every page in the row that the next one had."""
-    sets = {}
-    for name, x in (("raw", case.raw), ("packed", case.packed)):
+
+    def move(x: PageSet) -> PageSet:
         table = torch.where(x.table >= 0, (x.table + 1) % len(x.pages), -1).int()
-        sets[name] = replace(x, pages=x.pages.roll(1, 0), table=table)
-    return replace(case, **sets)
+        return replace(x, pages=x.pages.roll(1, 0), table=table)
+
+    return replace(case, raw=move(case.raw), packed=move(case.packed))
 
 
 @pytest.fixture

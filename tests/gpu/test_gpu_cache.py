@@ -79,24 +79,28 @@ def test_a_prefill_and_decode_steps_over_page_borders(policy: str) -> None:
         assert ours.kernel_names == "triton"
     cuts = [0, prompt // 2, prompt, *range(prompt + 1, end + 1)]
     for first, last in pairwise(cuts):
-        new = [x[:, :, first:last] for x in (q, k, v)]
+        new = q[:, :, first:last], k[:, :, first:last], v[:, :, first:last]
         mask = valid[:, first:last] if last <= prompt else None
-        here = [x.to(DEVICE) for x in new]
-        out = ours.extend(0, *here, None if mask is None else mask.to(DEVICE), scale=SCALE)
-        assert_outputs_near(out, theirs.extend(0, *new, mask, scale=SCALE))
+        out = extend(ours, new, None if mask is None else mask.to(DEVICE))
+        assert_outputs_near(out, extend(theirs, new, mask))
     ours.check()
     assert_same_pages(ours.layers[0], theirs.layers[0])
     assert ours.saturated_elements == theirs.saturated_elements
 
 
+def extend(kv: PagedKV, new: tuple[Tensor, Tensor, Tensor], valid: Tensor | None = None) -> Tensor:
+    """q, k, v of new tokens, wherever the cache is."""
+    q, k, v = (x.to(kv.layers[0].device) for x in new)
+    return kv.extend(0, q, k, v, valid, scale=SCALE)
+
+
 def test_a_long_prefill_in_runs() -> None:
-    """More tokens than a run of `extend` takes, over a sliding window."""
-    q, k, v = tokens(2300 if HAS_GPU else 150, rows=1)
+    """More tokens than a run of `extend` takes, in other runs than on the CPU, over a sliding window."""
+    new = tokens(5000 if HAS_GPU else 150, rows=1)
     spec = LayerSpec(GEOMETRY, sliding_tokens=700)
     ours = PagedKV([spec], "int4", dtype=torch.bfloat16, device=DEVICE)
     theirs = PagedKV([spec], "int4", dtype=torch.bfloat16, kernel="reference")
-    out = ours.extend(0, *(x.to(DEVICE) for x in (q, k, v)), scale=SCALE)
-    assert_outputs_near(out, theirs.extend(0, q, k, v, scale=SCALE))
+    assert_outputs_near(extend(ours, new), extend(theirs, new))
     assert_same_pages(ours.layers[0], theirs.layers[0])
 
 

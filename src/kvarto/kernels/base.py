@@ -73,7 +73,8 @@ class PageSet:
 
     pages  uint8 [P, page_nbytes], rows contiguous; the storage of the pool
     table  int32 [B, N]: for page j of a sequence its row in `pages`, or -1 if it is not in this set. N may be larger than any sequence needs,
-           and tables of two sets may differ in N: there are no pages beyond N, and -1 beyond a sequence's last page
+           and tables of two sets may differ in N, but each has a column for every page up to that of the last query; -1 beyond a sequence's
+           last page
     raw    which half of the rule this set answers
     """
 

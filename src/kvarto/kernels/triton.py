@@ -224,7 +224,9 @@ def _cut(
 
 
 def _at_once(cut: _Cut, heads: int) -> int:
-    """Partial results that a program of the merge reads at once: about as many as there are."""
+    """Partial results that a program of the merge reads at once: about as many as there are, or always as many, where the order of sums counts."""
+    if cut.fixed_share:
+        return 16
     return min(128, max(4, 1 << (cut.splits // (cut.entries * heads) - 1).bit_length()))
 
 
@@ -265,12 +267,13 @@ def _has_dependent_launch() -> bool:
 
 
 def _sixteen_bits(reader: SlabReader, q: Tensor) -> Tensor:
-    """q in the domain of the reader's tile and in 16 bits, rows contiguous; float32 becomes float16."""
+    """q in the domain of the reader's tile, in 16 bits and readable as words of two; float32 becomes what the pages hold, or float16."""
     if _rotates(reader, q.device):
         q = reader.rotate(q.float()).to(q.dtype)
     if q.dtype == torch.float32:
-        q = q.half()
-    return q if q.stride(-1) == 1 else q.contiguous()
+        q = q.bfloat16() if _is_bfloat16(reader.tile) else q.half()
+    in_words = q.stride(-1) == 1 and not (q.stride(0) | q.stride(1)) & 1 and q.data_ptr() % 4 == 0
+    return q if in_words else q.clone(memory_format=torch.contiguous_format)
 
 
 def _by_row(table: Tensor) -> Tensor:

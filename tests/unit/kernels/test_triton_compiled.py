@@ -38,7 +38,7 @@ class Expected:
 
 
 EXPECTED = {
-    "int4": Expected(81, 150),
+    "int4": Expected(80, 1150),
     "int2": Expected(80, 1100),
     "kivi2": Expected(72, 1300),
     "int8": Expected(64, 900),
