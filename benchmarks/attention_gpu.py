@@ -262,7 +262,10 @@ def measure_work(work: Work, formats: list[str], options: argparse.Namespace, re
         peers = gather(paged, report["skipped"], report["peer_relative_error"].setdefault(str(work), {}))
     calls |= {peer.name: peer.call for peer in peers}
     nbytes |= {peer.name: peer.nbytes for peer in peers}
-    times, loose = measure(calls, options.repeats if work.queries == 1 else max(3, options.repeats // 3))
+    repeats = options.repeats if work.queries == 1 else max(3, options.repeats // 3)
+    times, loose = measure(calls, repeats, fragile={peer.name for peer in peers})
+    report["skipped"] |= {peer.name: f"broke off at {work}" for peer in peers if peer.name not in times}
+    peers = [peer for peer in peers if peer.name in times]
     return Measured(work, times, loose, nbytes, peers, formats)
 
 

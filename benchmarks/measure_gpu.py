@@ -11,8 +11,8 @@ import json
 import platform
 import subprocess
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Collection
+from contextlib import nullcontext, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -89,16 +89,25 @@ class Replay:
         except RuntimeError:  # something in it asks the host; its time then includes that
             torch.cuda.synchronize()
             self.graphed = False
+            self._all()
+            torch.cuda.synchronize()
             return
         self._graph, self._run = graph, graph.replay
 
 
-def measure(contenders: dict[str, Callable[[], Any]], repeats: int) -> tuple[dict[str, Samples], set[str]]:
-    """(Milliseconds of a call of each, in turn within every repeat; the names that no graph could hold)."""
+def measure(
+    contenders: dict[str, Callable[[], Any]], repeats: int, fragile: Collection[str] = ()
+) -> tuple[dict[str, Samples], set[str]]:
+    """(Milliseconds of a call of each, in turn within every repeat; the names that no graph could hold). Of `fragile` contenders those that fail
+    are left out.
+    """
     read = Reader(_COLD_BYTES)
     read()
     reads = Replay(read, None, _READS)
-    replays = {name: Replay(call, read, _calls(call)) for name, call in contenders.items()}
+    replays: dict[str, Replay] = {}
+    for name, call in contenders.items():
+        with suppress(RuntimeError) if name in fragile else nullcontext():
+            replays[name] = Replay(call, read, _calls(call))
     times: dict[str, list[float]] = {name: [] for name in replays}
     for repeat in range(repeats + 1):
         cold = reads.milliseconds()
