@@ -64,7 +64,7 @@ def assisted(model: Any, kv: Any) -> torch.Tensor:
 
 
 def sampling(model: Any, kv: Any) -> torch.Tensor:
-    torch.manual_seed(3)
+    torch.manual_seed(7)
     return model.generate(**tiny.prompt(50, 33), max_new_tokens=72, do_sample=True, num_return_sequences=2, cache=kv)
 
 

@@ -152,6 +152,8 @@ def _attend_many(
     q_raw, q_packed = _sixteen_bits(at.k, queries.q), _sixteen_bits(history.k, queries.q)
     columns = 0 if packed is None else packed.table.shape[1]
     stretch = max(1, min(columns, _SCRATCH_BYTES // (2 * B * heads * S * (DK + DV))))
+    if _deterministic():  # where a stretch ends must not depend on what else is in the batch
+        stretch = max(1, min(columns, 2 * _FIXED_SHARE))
     stretches = max(1, -(-columns // stretch))
     k_scratch, v_scratch = (
         torch.empty((B, heads, stretch * S, dim), dtype=torch.float16, device=device) for dim in (DK, DV)
