@@ -137,7 +137,7 @@ def _assembled(words, ASSEMBLY: constexpr):
 
 
 @triton.jit
-def unpack(words, ROWS: constexpr, W: constexpr, KIND: constexpr, BITS: constexpr):  # fmt: skip
+def unpack(words, ROWS: constexpr, W: constexpr, KIND: constexpr, BITS: constexpr):
     """What `load_words` gave, as a tile [ROWS, columns] of 16-bit floats in fragment order."""
     if BITS == 16:
         tile = _halves(words, KIND).reshape(ROWS, 4, W // 8, 2, 2).permute(0, 2, 1, 3, 4).reshape(ROWS, 2 * W)
@@ -145,34 +145,43 @@ def unpack(words, ROWS: constexpr, W: constexpr, KIND: constexpr, BITS: constexp
         tile = tl.join(_byte_pairs(words, 0, KIND), _byte_pairs(words, 1, KIND))  # row, word, pair, odd
         tile = tile.reshape(ROWS, 4, W // 4, 2, 2).permute(0, 2, 1, 4, 3).reshape(ROWS, 4 * W)
     else:
-        if W == 2:
-            tile = tl.join(_field(words, 0, BITS), _field(words, 1, BITS))
-            if BITS <= 2:
-                tile = tl.join(tile, tl.join(_field(words, 2, BITS), _field(words, 3, BITS)))
-            if BITS == 1:
-                upper = tl.join(
-                    tl.join(_field(words, 4, BITS), _field(words, 5, BITS)),
-                    tl.join(_field(words, 6, BITS), _field(words, 7, BITS)),
-                )
-                tile = tl.join(tile, upper)
-        else:
-            odd = words >> 8
-            tile = tl.join(_two(words, odd, 0, BITS), _two(words, odd, 1, BITS))
-            if BITS <= 2:
-                tile = tl.join(tile, tl.join(_two(words, odd, 2, BITS), _two(words, odd, 3, BITS)))
-            if BITS == 1:
-                upper = tl.join(
-                    tl.join(_two(words, odd, 4, BITS), _two(words, odd, 5, BITS)),
-                    tl.join(_two(words, odd, 6, BITS), _two(words, odd, 7, BITS)),
-                )
-                tile = tl.join(tile, upper)
-        tile = _ordered(tile, ROWS, W, BITS)
+        tile = _ordered(_fields(words, W, BITS, False), ROWS, W, BITS)
     return tile
 
 
 @triton.jit
-def _two(words, odd, F: constexpr, BITS: constexpr):
-    return tl.join(_field(words, F, BITS), _field(odd, F, BITS))
+def unpack_exact(words, ROWS: constexpr, W: constexpr, BITS: constexpr):
+    """`unpack` of unsigned codes of less than 8 bits, as the codes themselves."""
+    return _ordered(_fields(words, W, BITS, True), ROWS, W, BITS)
+
+
+@triton.jit
+def _fields(words, W: constexpr, BITS: constexpr, EXACT: constexpr):
+    """All fields of the bytes of words, joined as `_ordered` takes them; EXACT: as whole numbers."""
+    tile = tl.join(_bytes(words, 0, W, BITS, EXACT), _bytes(words, 1, W, BITS, EXACT))
+    if BITS <= 2:
+        tile = tl.join(tile, tl.join(_bytes(words, 2, W, BITS, EXACT), _bytes(words, 3, W, BITS, EXACT)))
+    if BITS == 1:
+        upper = tl.join(
+            tl.join(_bytes(words, 4, W, BITS, EXACT), _bytes(words, 5, W, BITS, EXACT)),
+            tl.join(_bytes(words, 6, W, BITS, EXACT), _bytes(words, 7, W, BITS, EXACT)),
+        )
+        tile = tl.join(tile, upper)
+    return tile
+
+
+@triton.jit
+def _bytes(words, F: constexpr, W: constexpr, BITS: constexpr, EXACT: constexpr):
+    """Field F of each byte: of the low byte of each half, and of the high one too where W > 2."""
+    if EXACT:
+        tile = _exact(words, F, BITS)
+        if W > 2:
+            tile = tl.join(tile, _exact(words >> 8, F, BITS))
+    else:
+        tile = _field(words, F, BITS)
+        if W > 2:
+            tile = tl.join(tile, _field(words >> 8, F, BITS))
+    return tile
 
 
 @triton.jit
@@ -185,38 +194,6 @@ def _exact(words, F: constexpr, BITS: constexpr):
     else:
         halves = _halves(_assembled(words, exact_assembly(F, BITS)), UINT)
     return halves
-
-
-@triton.jit
-def _two_exact(words, odd, F: constexpr, BITS: constexpr):
-    return tl.join(_exact(words, F, BITS), _exact(odd, F, BITS))
-
-
-@triton.jit
-def unpack_exact(words, ROWS: constexpr, W: constexpr, BITS: constexpr):
-    """`unpack` of unsigned codes of less than 8 bits, as the codes themselves."""
-    if W == 2:
-        tile = tl.join(_exact(words, 0, BITS), _exact(words, 1, BITS))
-        if BITS <= 2:
-            tile = tl.join(tile, tl.join(_exact(words, 2, BITS), _exact(words, 3, BITS)))
-        if BITS == 1:
-            upper = tl.join(
-                tl.join(_exact(words, 4, BITS), _exact(words, 5, BITS)),
-                tl.join(_exact(words, 6, BITS), _exact(words, 7, BITS)),
-            )
-            tile = tl.join(tile, upper)
-    else:
-        odd = words >> 8
-        tile = tl.join(_two_exact(words, odd, 0, BITS), _two_exact(words, odd, 1, BITS))
-        if BITS <= 2:
-            tile = tl.join(tile, tl.join(_two_exact(words, odd, 2, BITS), _two_exact(words, odd, 3, BITS)))
-        if BITS == 1:
-            upper = tl.join(
-                tl.join(_two_exact(words, odd, 4, BITS), _two_exact(words, odd, 5, BITS)),
-                tl.join(_two_exact(words, odd, 6, BITS), _two_exact(words, odd, 7, BITS)),
-            )
-            tile = tl.join(tile, upper)
-    return _ordered(tile, ROWS, W, BITS)
 
 
 @triton.jit
