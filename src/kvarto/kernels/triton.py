@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvarto.jit import torch, why_unavailable
 from kvarto.kernels.base import PageSet, Partial, Queries, Rule, SlabReader, Support
+from kvarto.kernels.triton_support import can_copy, why_not
 from kvarto.kernels.triton_tune import tuning_for
 from kvarto.layout import PageLayout, Side
 from kvarto.tile import Tile
@@ -20,7 +21,6 @@ from kvarto.tile import Tile
 if TYPE_CHECKING:
     from torch import Tensor
 
-MAX_DIM = 256
 # More query tokens of one sequence are a prefill, with so many bytes of decoded history at a time.
 _FEW_TOKENS = 16
 _SCRATCH_BYTES = 128 << 20
@@ -45,7 +45,7 @@ class TritonKernel:
         for side, reader in ((Side.K, k), (Side.V, v)):
             if reader.tile is None:
                 return Support(f"the {side.upper()} codec has no tile")
-            if (why := _why_not(side, reader.tile, reader.layout.dim)) is not None:
+            if (why := why_not(side, reader.tile, reader.layout.dim)) is not None:
                 return Support(f"{side.upper()}: {why}")
         return Support()
 
@@ -68,25 +68,6 @@ class TritonKernel:
 def interpreted() -> bool:
     """True if Triton programs are interpreted on the CPU."""
     return bool(_programs().interpreted)
-
-
-def _why_not(side: Side, tile: Tile, dim: int) -> str | None:
-    """Why the program cannot read a tile, or None."""
-    if dim > MAX_DIM or dim < 16:
-        return f"a head dimension of {dim}: only 16 to {MAX_DIM}"
-    for plane in tile.planes:
-        if plane.kind == "float32":
-            return "float32 values: tensor cores have no such operand"
-        if side is Side.V and (plane.row_nbytes < 8 or plane.row_nbytes & (plane.row_nbytes - 1)):
-            return f"rows of {plane.row_nbytes} bytes"
-    per = None if tile.scale is None else tile.scale.per
-    if side is Side.V and per == "row":
-        return "a scale for each channel of all tokens"
-    scale = tile.scale
-    if side is Side.K and scale is not None and per == "column":
-        readable = scale.groups <= 2 and tile.zero is not None and scale.dtype == "float16"
-        return None if readable else f"column terms of {scale.groups} groups, {scale.dtype}"
-    return None
 
 
 def _attend_few(
@@ -124,17 +105,19 @@ def _attend_few(
             cut.entries, cut.groups, cut.slots, cut.fixed_share, scale, softcap or 0.0,
             K=packed.k.tile, V=packed.v.tile, PAGE_NBYTES=packed.pages.stride(0),
             K_NBYTES=packed.layout.k.nbytes, PAIR_NBYTES=packed.layout.pair_nbytes,
-            BFLOAT16=q.dtype == torch.bfloat16, num_warps=1, num_stages=tuning.stages, maxnreg=tuning.registers,
-            ENTRIES=1 << max(6, (cut.entries - 1).bit_length()), **_follows(raw is not None), **shared,
+            BFLOAT16=q.dtype == torch.bfloat16, num_warps=1, num_stages=1, maxnreg=tuning.registers,
+            ENTRIES=1 if cut.entries == 1 else max(64, _power_of_2(cut.entries)), AHEAD=tuning.ahead and _can_copy(packed, tuning.programs), **_follows(raw is not None), **shared,
         )  # fmt: skip
     out = torch.empty((T, Hq, DV), dtype=torch.float32, device=device)
     lse = torch.empty((T, Hq), dtype=torch.float32, device=device)
     rotation, matrix = ("", None) if packed is None else _rotation_out(packed.v, device)
+    at_once = 0 if packed is None else _at_once(cut, heads)
     programs.combine[(heads * cut.rows, cut.entries)](
         raw_out, raw_lse, packed_out, packed_lse, plan, queries.start, out if matrix is None else matrix,
         out if sinks is None else sinks, out, lse, out.stride(0), out.stride(1), cut.groups, cut.raw_parts,
-        HEADS=heads, R=R, DV=DV, N=cut.rows, HAS_RAW=raw is not None, HAS_PACKED=packed is not None,
-        ROTATION=rotation, HAS_SINKS=sinks is not None, AT_ONCE=_at_once(cut, heads), num_warps=4, **_follows(True),
+        HEADS=heads, R=R, DV=DV, N=cut.rows, RAW=0 if raw is None else _power_of_2(cut.raw_parts),
+        AT_ONCE=at_once, ROTATION=rotation, HAS_SINKS=sinks is not None, num_warps=8 if at_once > 64 else 4,
+        **_follows(True),
     )  # fmt: skip
     return Partial(out, lse)
 
@@ -168,6 +151,7 @@ def _attend_many(
     }  # fmt: skip
     # Query rows and keys of a block: what the registers and the shared memory of a Hopper multiprocessor hold.
     M, N = (128, 128) if max(DK, DV) <= 128 else (64, 64)
+    import os; M, N, WARPS, STAGES = eval(os.environ.get('KV_P', 'M, N, M // 16, 2'))
     blocks = -(-queries.longest * (Hq // heads) // M)
     for i in range(stretches):
         if packed is not None:
@@ -185,7 +169,7 @@ def _attend_many(
             RAW_BFLOAT16=_is_bfloat16(at.k.tile), RAW_PAGE_NBYTES=at.pages.stride(0), RAW_PAIR_NBYTES=at.layout.pair_nbytes,
             RAW_K_NBYTES=at.layout.k.nbytes, R=Hq // heads, M=M, N=N, SOFTCAP=softcap is not None,
             HAS_RAW=raw is not None, HAS_PACKED=packed is not None, HAS_SINKS=sinks is not None,
-            FIRST=i == 0, LAST=i == stretches - 1, num_warps=M // 16, num_stages=2, **shared,
+            FIRST=i == 0, LAST=i == stretches - 1, num_warps=WARPS, num_stages=STAGES, **shared,
         )  # fmt: skip
     return Partial(out, lse)
 
@@ -229,7 +213,11 @@ def _at_once(cut: _Cut, heads: int) -> int:
     """Partial results that a program of the merge reads at once: about as many as there are, or always as many, where the order of sums counts."""
     if cut.fixed_share:
         return 16
-    return min(128, max(4, 1 << (cut.splits // (cut.entries * heads) - 1).bit_length()))
+    return min(256, max(4, _power_of_2(cut.splits // (cut.entries * heads))))
+
+
+def _power_of_2(least: int) -> int:
+    return 1 << (least - 1).bit_length()
 
 
 def _parts(count: int, rows: int, dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -255,13 +243,25 @@ def _multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 1
 
 
+def _can_copy(pages: PageSet, programs: int) -> bool:
+    """Slabs can be copied to shared memory ahead of their use (triton_shared.py): everything is where the copy engine wants it."""
+    if interpreted() or not _is_hopper() or (pages.pages.data_ptr() | pages.pages.stride(0)) % 16:
+        return False
+    assert pages.k.tile is not None and pages.v.tile is not None, "supports() said no"
+    return _can_copy_layout(pages.layout, pages.k.tile, pages.v.tile, programs)
+
+
+_can_copy_layout = cache(can_copy)
+
+
 def _follows(previous: bool) -> dict[str, bool]:
     """Launch option: begin before the previous launch has ended; the program waits for it itself."""
-    return {"launch_pdl": True} if previous and not interpreted() and _has_dependent_launch() else {}
+    return {"launch_pdl": True} if previous and not interpreted() and _is_hopper() else {}
 
 
 @cache
-def _has_dependent_launch() -> bool:
+def _is_hopper() -> bool:
+    """Or later: dependent launches, bulk copies."""
     return torch.cuda.get_device_capability() >= (9, 0)
 
 

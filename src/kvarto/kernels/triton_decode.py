@@ -75,6 +75,20 @@ def plan_of(
     return splits, tl.cumsum(splits, axis=0) * HEADS
 
 
+@triton.jit
+def splits_of_one(
+    start, position, groups, slots, fixed_share, HEADS: constexpr, N: constexpr, R: constexpr,
+    S: constexpr, SINK: constexpr, WINDOW: constexpr, SLIDING: constexpr,
+):  # fmt: skip
+    """`plan_of` of a single entry: the splits of one head."""
+    count, t_low, t_high = rows_of(start, position, 0, True, groups, N, R)
+    _, pages = packed_pages_of(count, t_low, t_high, S, SINK, WINDOW, SLIDING)
+    share = fixed_share
+    if fixed_share == 0:
+        share = tl.maximum(_quotient(pages, tl.maximum(slots // HEADS, 1)), 1)
+    return _quotient(pages, share)
+
+
 @triton.jit(do_not_specialize=["columns", "groups"])
 def attend_raw(
     q, start, position, pages, table, out, lse, q_stride_t, q_stride_h, columns, groups, scale, softcap,
@@ -144,7 +158,7 @@ def attend_packed(
     entries, groups, slots, fixed_share, scale, softcap,
     K: constexpr, V: constexpr, PAGE_NBYTES: constexpr, K_NBYTES: constexpr, PAIR_NBYTES: constexpr, BFLOAT16: constexpr,
     HEADS: constexpr, R: constexpr, S: constexpr, DK: constexpr, DV: constexpr, N: constexpr,
-    SINK: constexpr, WINDOW: constexpr, SLIDING: constexpr, SOFTCAP: constexpr, ENTRIES: constexpr,
+    SINK: constexpr, WINDOW: constexpr, SLIDING: constexpr, SOFTCAP: constexpr, ENTRIES: constexpr, AHEAD: constexpr,
 ):  # fmt: skip
     """Grid (at least the splits of the plan,), heads of a split next to each other; one warp. Arguments as in `attend_raw`.
 
@@ -155,19 +169,27 @@ def attend_packed(
     out, lse       float32 [grid 0, N(, DV)]
     """
     launch_next()
-    all_splits, ends = plan_of(
-        start, position, entries, groups, slots, fixed_share, HEADS, N, R, S, SINK, WINDOW, SLIDING, ENTRIES
-    )
-    entry = tl.arange(0, ENTRIES)
-    if tl.program_id(0) == 0:
-        tl.store(plan + entry, ends, mask=entry < entries)
-    e = tl.sum((ends <= tl.program_id(0)).to(tl.int32), axis=0)
-    if e < entries:
+    if ENTRIES == 1:
+        e, before = 0, 0
+        splits = splits_of_one(start, position, groups, slots, fixed_share, HEADS, N, R, S, SINK, WINDOW, SLIDING)
+        inside = tl.program_id(0) < splits * HEADS
+        if tl.program_id(0) == 0:
+            tl.store(plan, splits * HEADS)
+    else:
+        all_splits, ends = plan_of(
+            start, position, entries, groups, slots, fixed_share, HEADS, N, R, S, SINK, WINDOW, SLIDING, ENTRIES
+        )
+        entry = tl.arange(0, ENTRIES)
+        if tl.program_id(0) == 0:
+            tl.store(plan + entry, ends, mask=entry < entries)
+        e = tl.sum((ends <= tl.program_id(0)).to(tl.int32), axis=0)
         before = tl.sum(tl.where(entry == e - 1, ends, 0), axis=0)
         splits = tl.sum(tl.where(entry == e, all_splits, 0), axis=0)
+        inside = e < entries
+    if inside:
         _attend_split(
             q, start, position, pages, table, out, lse, q_stride_t, q_stride_h, columns, e, groups, before, splits, scale, softcap,
-            K, V, PAGE_NBYTES, K_NBYTES, PAIR_NBYTES, BFLOAT16, HEADS, R, S, DK, DV, N, SINK, WINDOW, SLIDING, SOFTCAP,
+            K, V, PAGE_NBYTES, K_NBYTES, PAIR_NBYTES, BFLOAT16, HEADS, R, S, DK, DV, N, SINK, WINDOW, SLIDING, SOFTCAP, AHEAD,
         )  # fmt: skip
     wait_for_previous()
 
@@ -177,7 +199,7 @@ def _attend_split(
     q, start, position, pages, table, out, lse, q_stride_t, q_stride_h, columns, e, groups, before, splits, scale, softcap,
     K: constexpr, V: constexpr, PAGE_NBYTES: constexpr, K_NBYTES: constexpr, PAIR_NBYTES: constexpr, BFLOAT16: constexpr,
     HEADS: constexpr, R: constexpr, S: constexpr, DK: constexpr, DV: constexpr, N: constexpr,
-    SINK: constexpr, WINDOW: constexpr, SLIDING: constexpr, SOFTCAP: constexpr,
+    SINK: constexpr, WINDOW: constexpr, SLIDING: constexpr, SOFTCAP: constexpr, AHEAD: constexpr,
 ):  # fmt: skip
     """The split of entry e that this program has; programs from `before` on are those of the entry."""
     head = (tl.program_id(0) - before) % HEADS
@@ -198,8 +220,8 @@ def _attend_split(
     if first < end:
         acc, top_scale, zero_sum, top, total = walk(
             pages + head * PAIR_NBYTES, table + sequence.to(tl.int64) * columns, first, end, q + rows[:, None],
-            t, t_low, t_high, scale, softcap, K, V, PAGE_NBYTES, K_NBYTES, S, DK, DV, N, BFLOAT16,
-            WINDOW, SLIDING, SOFTCAP,
+            t, t_low, t_high, scale, softcap, K, V, PAGE_NBYTES, K_NBYTES, PAIR_NBYTES - K_NBYTES, S, DK, DV, N, BFLOAT16,
+            WINDOW, SLIDING, SOFTCAP, AHEAD,
         )  # fmt: skip
         store(acc, top_scale, zero_sum, top, total, out, lse, N, count, V, DV)
     else:

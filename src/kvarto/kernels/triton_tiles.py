@@ -23,6 +23,7 @@ import triton.language as tl
 from triton.language import constexpr
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kvarto.kernels.triton_shared import lanes, read
 from kvarto.kernels.triton_spec import BFLOAT16, E5M2, UINT, byte_pair_assembly, exact_assembly, field_assembly
 
 _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
@@ -89,6 +90,17 @@ def load_pairs(slab, first_row, ROWS: constexpr):
     pointers = slab.to(tl.pointer_type(tl.uint16)) + rows * 4 + tl.max_contiguous(tl.arange(0, 4), 1)[None, :]
     pair = tl.load(pointers).to(tl.int32)
     return (pair & 0xFF) | ((pair & 0xFF00) << 8)
+
+
+@triton.jit
+def read_words(at, ROWS: constexpr, NBYTES: constexpr, W: constexpr):
+    """`load_words` from address `at` in shared memory on, of rows of W words of a segment."""
+    if W == 2:
+        pair = read(lanes(at, NBYTES, 2), ROWS // 8, 8 * NBYTES, 0)
+        words = (pair & 0xFF) | ((pair & 0xFF00) << 8)
+    else:
+        words = read(lanes(at, NBYTES, W), ROWS // 8, 8 * NBYTES, W // 4)
+    return words
 
 
 @triton.jit
@@ -284,7 +296,9 @@ def load_columns(
         tile = _halves(tl.load(words, mask=SEG * 32 + 2 * word < COUNT, other=0), KIND)
         tile = tile.reshape(N, 4, W // 8, 2, 2).permute(0, 2, 1, 3, 4).reshape(N, 2 * W)
     else:
-        tile = _load_runs(pointers.to(tl.pointer_type(tl.int32)), N, SEG, NBYTES, W, BITS, KIND)
+        if pointers.dtype.is_ptr():
+            pointers = pointers.to(tl.pointer_type(tl.int32))
+        tile = _load_runs(pointers, N, SEG, NBYTES, W, BITS, KIND)
     return tile
 
 
@@ -302,14 +316,14 @@ def _load_runs(words, N: constexpr, SEG: constexpr, NBYTES: constexpr, W: conste
     """`load_columns` where a lane owns W consecutive channels in each field: loads of up to 16 bytes a lane."""
     CHUNK: constexpr = 4 if W >= 8 else 2
     RUNS: constexpr = W // 2 // CHUNK
-    tile = _load_field(words, 0, SEG, NBYTES, W, CHUNK, KIND)
+    tile = _load_field(words, 0, SEG, NBYTES, W, CHUNK, KIND, N)
     if BITS <= 4:
-        tile = tl.join(tile, _load_field(words, 1, SEG, NBYTES, W, CHUNK, KIND))
+        tile = tl.join(tile, _load_field(words, 1, SEG, NBYTES, W, CHUNK, KIND, N))
     if BITS <= 2:
-        tile = tl.join(tile, _load_fields(words, 2, SEG, NBYTES, W, CHUNK, KIND))
+        tile = tl.join(tile, _load_fields(words, 2, SEG, NBYTES, W, CHUNK, KIND, N))
     if BITS == 1:
         upper = tl.join(
-            _load_fields(words, 4, SEG, NBYTES, W, CHUNK, KIND), _load_fields(words, 6, SEG, NBYTES, W, CHUNK, KIND)
+            _load_fields(words, 4, SEG, NBYTES, W, CHUNK, KIND, N), _load_fields(words, 6, SEG, NBYTES, W, CHUNK, KIND, N)
         )
         tile = tl.join(tile, upper)
     # Now: row, (lane, j1, pair), odd, chunk, f0, f1, f2
@@ -325,32 +339,34 @@ def _load_runs(words, N: constexpr, SEG: constexpr, NBYTES: constexpr, W: conste
 
 
 @triton.jit
-def _load_fields(words, F: constexpr, SEG: constexpr, NBYTES: constexpr, W: constexpr, CHUNK: constexpr, KIND: constexpr):  # fmt: skip
-    low = _load_field(words, F, SEG, NBYTES, W, CHUNK, KIND)
-    return tl.join(low, _load_field(words, F + 1, SEG, NBYTES, W, CHUNK, KIND))
+def _load_fields(words, F: constexpr, SEG: constexpr, NBYTES: constexpr, W: constexpr, CHUNK: constexpr, KIND: constexpr, N: constexpr):  # fmt: skip
+    low = _load_field(words, F, SEG, NBYTES, W, CHUNK, KIND, N)
+    return tl.join(low, _load_field(words, F + 1, SEG, NBYTES, W, CHUNK, KIND, N))
 
 
 @triton.jit
-def _load_field(words, F: constexpr, SEG: constexpr, NBYTES: constexpr, W: constexpr, CHUNK: constexpr, KIND: constexpr):  # fmt: skip
+def _load_field(words, F: constexpr, SEG: constexpr, NBYTES: constexpr, W: constexpr, CHUNK: constexpr, KIND: constexpr, N: constexpr):  # fmt: skip
     """[N, 4 CHUNK, 2 halves(, 2 chunks)]: the channels of field F, in chunks of CHUNK words a lane."""
-    at = tl.arange(0, 4 * CHUNK)[None, :]
-    word = at // CHUNK * (W // 2) + at % CHUNK
-    start: constexpr = (F * NBYTES + SEG * 64) // 2
-    WHOLE: constexpr = NBYTES >= SEG * 64 + 4 * W
-    tile = _halves(_load_if(words + start + word, SEG * 64 + 2 * word < NBYTES, WHOLE), KIND)
+    tile = _halves(_load_chunk(words, F, SEG, NBYTES, W, CHUNK, 0, N), KIND)
     if W == 16:
-        upper = _load_if(words + start + word + 4, SEG * 64 + 2 * word + 8 < NBYTES, WHOLE)
-        tile = tl.join(tile, _halves(upper, KIND))
+        tile = tl.join(tile, _halves(_load_chunk(words, F, SEG, NBYTES, W, CHUNK, 4, N), KIND))
     return tile
 
 
 @triton.jit
-def _load_if(pointers, inside, WHOLE: constexpr):
-    if WHOLE:
-        words = tl.load(pointers)
+def _load_chunk(words, F: constexpr, SEG: constexpr, NBYTES: constexpr, W: constexpr, CHUNK: constexpr, SKIP: constexpr, N: constexpr):  # fmt: skip
+    """int32 [N, 4 CHUNK]: the words SKIP .. SKIP + CHUNK - 1 of each lane."""
+    START: constexpr = (F * NBYTES + SEG * 64) // 2 + SKIP
+    if words.dtype.is_ptr():
+        at = tl.arange(0, 4 * CHUNK)[None, :]
+        word = at // CHUNK * (W // 2) + at % CHUNK
+        if NBYTES >= SEG * 64 + 4 * W:
+            chunk = tl.load(words + START + word)
+        else:
+            chunk = tl.load(words + START + word, mask=SEG * 64 + 2 * (word + SKIP) < NBYTES, other=0)
     else:
-        words = tl.load(pointers, mask=inside, other=0)
-    return words
+        chunk = read(lanes(words, 0, 2 * W) + 4 * START, 1, 0, CHUNK)
+    return chunk
 
 
 @triton.jit
@@ -383,7 +399,10 @@ def _small_one(pointers, F: constexpr, NBYTES: constexpr, KIND: constexpr, FIRST
     byte = 2 * tl.arange(0, 4)[None, :]
     if (NBYTES % 2 == 0) & (FIRST % 2 == 0) & (COUNT % 2 == 0) & (SECOND % 2 == 0):
         word = _channel_of(F * NBYTES + byte, FIRST, COUNT, SECOND) // 2
-        words = tl.load(pointers.to(tl.pointer_type(tl.int32)) + word, mask=byte < NBYTES, other=0)
+        if pointers.dtype.is_ptr():
+            words = tl.load(pointers.to(tl.pointer_type(tl.int32)) + word, mask=byte < NBYTES, other=0)
+        else:
+            words = read(lanes(pointers, 0, 0) + 4 * word, 1, 0, 1)
         numbers = _halves(words, KIND)
     else:
         low = _channel_of(F * NBYTES + byte, FIRST, COUNT, SECOND)

@@ -27,7 +27,7 @@ from kvarto.errors import UsageError
 from kvarto.home import home
 from kvarto.layout import PageLayout
 
-_FORMAT = "kvarto GPU tunings 1"
+_FORMAT = "kvarto GPU tunings 2"
 _DEFAULT = "*"
 # A quarter of a multiprocessor has so many registers, and 32 threads a warp, which is a program.
 _QUARTER_REGISTERS = 16384
@@ -38,19 +38,19 @@ _NOISE = 0.01
 
 @dataclass(frozen=True)
 class Tuning:
-    """Registers of a thread at most, and stages of the loop over pages (1: no software pipeline)."""
+    """Registers of a thread at most, and whether slabs that allow it are copied to shared memory ahead of their use (triton_shared.py)."""
 
     registers: int
-    stages: int
+    ahead: bool
 
     @property
     def programs(self) -> int:
-        """Programs of one warp that run at once on a multiprocessor, if registers are all that bounds them."""
+        """Programs of one warp that run at once on a multiprocessor, if registers are all that bounds them (`triton_support.can_copy` sees to it)."""
         return 4 * (_QUARTER_REGISTERS // (self.registers * _WARP_THREADS))
 
 
-CANDIDATES = (Tuning(168, 1), Tuning(128, 1), Tuning(255, 1))
-"""What `tune` tries. Two stages never were faster than one."""
+CANDIDATES = (Tuning(168, True), Tuning(168, False), Tuning(128, True), Tuning(255, False))
+"""What `tune` tries."""
 
 
 def tuning_for(gpu: str, layout: PageLayout, k_name: str, v_name: str) -> Tuning:
@@ -140,13 +140,13 @@ def _parse(text: str) -> dict[str, Tuning]:
 
 
 def _tuning(key: str, entry: Any) -> Tuning:
-    if not isinstance(entry, dict) or entry.keys() != {"registers", "stages"}:
-        raise ValueError(f"{key!r}: expected registers and stages, got {entry!r}")
-    registers, stages = entry["registers"], entry["stages"]
+    if not isinstance(entry, dict) or entry.keys() != {"registers", "ahead"}:
+        raise ValueError(f"{key!r}: expected registers and ahead, got {entry!r}")
+    registers, ahead = entry["registers"], entry["ahead"]
     # What the compiler takes; `type`, because True is an int.
-    if type(registers) is not int or type(stages) is not int or not (24 <= registers <= 255 and 1 <= stages <= 8):
-        raise ValueError(f"{key!r}: expected 24 to 255 registers and 1 to 8 stages, got {entry!r}")
-    return Tuning(registers, stages)
+    if type(registers) is not int or type(ahead) is not bool or not 24 <= registers <= 255:
+        raise ValueError(f"{key!r}: expected 24 to 255 registers and ahead true or false, got {entry!r}")
+    return Tuning(registers, ahead)
 
 
 def _keep(key: str, tuning: Tuning) -> None:

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from triton.language import constexpr
 
+from kvarto.kernels.triton_shared import block, copy, landed, lanes, read
 from kvarto.kernels.triton_spec import (
     BFLOAT16,
     FLOAT16,
@@ -48,6 +49,7 @@ from kvarto.kernels.triton_tiles import (
     load_columns,
     load_pairs,
     load_words,
+    read_words,
     product,
     to_codes,
     to_fragment_order,
@@ -98,7 +100,10 @@ def _load_rows(slab, first_row, ROWS: constexpr, END: constexpr, TILE: constexpr
     for i in tl.static_range(planes_of(TILE)):
         for seg in tl.static_range(segments_of(TILE, i)):
             at = slab + offset_of(TILE, i)
-            if (nbytes_of(TILE, i) == 8) & (END % ROWS == 0) & (offset_of(TILE, i) % 2 == 0):
+            if not slab.dtype.is_ptr():
+                at += first_row * nbytes_of(TILE, i) + seg * 64
+                words = words + (read_words(at, ROWS, nbytes_of(TILE, i), words_of(TILE, i)),)
+            elif (nbytes_of(TILE, i) == 8) & (END % ROWS == 0) & (offset_of(TILE, i) % 2 == 0):
                 words = words + (load_pairs(at, first_row, ROWS),)
             else:
                 words = words + (load_words(at, first_row, ROWS, END, nbytes_of(TILE, i), seg, words_of(TILE, i)),)
@@ -115,35 +120,58 @@ def _load_groups(slab, TILE: constexpr, ROWS: constexpr, END: constexpr):
 
 
 @triton.jit
-def _load_terms(slab, TILE: constexpr, NUMBERS: constexpr, S: constexpr, BY_COLUMN: constexpr):
+def _load_terms(slab, TILE: constexpr, NUMBERS: constexpr, S: constexpr, N: constexpr, BY_COLUMN: constexpr):
     """The terms of a slab, a flat tuple.
 
     BY_COLUMN  for each group the scales, then the zeros, of each part in its fragment order: float16 [8, columns], rows alike; a group has NUMBERS
-    otherwise  the scale, then the zero, of each token, as far as there are such: float32 [S]
+    otherwise  the scale, then the zero, of each token, as far as there are such: float32 [S, 1 or N], columns alike
     """
     terms = ()
     if BY_COLUMN:
-        row = tl.arange(0, 8)[:, None] * 0
-        scales = (slab + term_offset(TILE, False)).to(tl.pointer_type(tl.int16)) + row
-        zeros = (slab + term_offset(TILE, True)).to(tl.pointer_type(tl.int16)) + row
         for g in tl.static_range(groups_of(TILE)):
-            terms = terms + _load_columns_of(scales + g * NUMBERS, 8, TILE, FLOAT16)
-            terms = terms + _load_columns_of(zeros + g * NUMBERS, 8, TILE, FLOAT16)
-    else:
+            terms = terms + _load_columns_of(_numbers(slab + term_offset(TILE, False) + 2 * g * NUMBERS), 8, TILE, FLOAT16)
+            terms = terms + _load_columns_of(_numbers(slab + term_offset(TILE, True) + 2 * g * NUMBERS), 8, TILE, FLOAT16)
+    elif slab.dtype.is_ptr():
         if has_scale(TILE):
             terms = terms + (_load_tokens(slab, TILE, False, S),)
         if has_zero(TILE):
             terms = terms + (_load_tokens(slab, TILE, True, S),)
+    else:
+        if has_scale(TILE):
+            terms = terms + (_read_tokens(slab, TILE, False, S, N),)
+        if has_zero(TILE):
+            terms = terms + (_read_tokens(slab, TILE, True, S, N),)
     return terms
 
 
 @triton.jit
+def _numbers(at):
+    """A pointer to 16-bit numbers, or their address, [8, 1], rows alike."""
+    if at.dtype.is_ptr():
+        at = at.to(tl.pointer_type(tl.int16))
+    return at + tl.arange(0, 8)[:, None] * 0
+
+
+@triton.jit
 def _load_tokens(slab, TILE: constexpr, ZERO: constexpr, S: constexpr):
-    """A term that has a number for each token, or one for all: float32 [S]."""
+    """A term that has a number for each token, or one for all: float32 [S, 1]."""
     token = tl.arange(0, S)
     if term_per(TILE) == "slab":
         token *= 0
-    return tl.load(_term_pointer(slab, TILE, ZERO) + token).to(tl.float32)
+    return tl.load(_term_pointer(slab, TILE, ZERO) + token).to(tl.float32)[:, None]
+
+
+@triton.jit
+def _read_tokens(slab, TILE: constexpr, ZERO: constexpr, S: constexpr, N: constexpr):
+    """`_load_tokens` from shared memory, 16-bit numbers: float32 [S, N], columns alike."""
+    PER_SLAB: constexpr = term_per(TILE) == "slab"
+    at = lanes(slab + term_offset(TILE, ZERO), 0 if PER_SLAB else 2, 0)
+    halves = read(at, S // 8, 0 if PER_SLAB else 16, 0).to(tl.int16)
+    if term_dtype(TILE, ZERO) == "bfloat16":
+        numbers = halves.to(tl.bfloat16, bitcast=True)
+    else:
+        numbers = halves.to(tl.float16, bitcast=True)
+    return tl.broadcast_to(numbers.to(tl.float32)[:, :, None], (S, 4, N // 4)).reshape(S, N)
 
 
 # ---- queries ---------------------------------------------------------------------------------------------------------
@@ -235,9 +263,9 @@ def _group_scores(words, terms, q, q_sum, gain, GROUP: constexpr, TILE: constexp
     else:
         scores = _products(words, q, terms, GROUP, ROWS, TILE, N, False) * code_gain
         if has_scale(TILE):
-            scores *= terms[0][:, None]
+            scores *= terms[0]
         if has_zero(TILE):
-            scores += terms[1][:, None] * (q_sum * gain)[None, :]
+            scores += terms[1] * (q_sum * gain)[None, :]
     return scores
 
 
@@ -306,9 +334,9 @@ def _decoded_values(acc, words, scales, zeros, p, I: constexpr, SEG: constexpr, 
 
 @triton.jit
 def walk(pages, table, first, end, q_pointers, t, t_low, t_high, scale, softcap,
-          K: constexpr, V: constexpr, PAGE_NBYTES: constexpr, K_NBYTES: constexpr,
+          K: constexpr, V: constexpr, PAGE_NBYTES: constexpr, K_NBYTES: constexpr, V_NBYTES: constexpr,
           S: constexpr, DK: constexpr, DV: constexpr, N: constexpr, Q_BFLOAT16: constexpr,
-          WINDOW: constexpr, SLIDING: constexpr, SOFTCAP: constexpr):  # fmt: skip
+          WINDOW: constexpr, SLIDING: constexpr, SOFTCAP: constexpr, AHEAD: constexpr):  # fmt: skip
     """Attend to pages first .. end - 1 of a sequence, all of which it holds packed.
 
     pages    uint8 pointer to the pair of this head in page 0; table int32 pointer to this sequence's row
@@ -321,6 +349,14 @@ def walk(pages, table, first, end, q_pointers, t, t_low, t_high, scale, softcap,
     V_GROUPS: constexpr = groups_of(V)
     ROWS: constexpr = group_rows_of(V, DV)
     next_held = tl.load(table + first)
+    if AHEAD:
+        k_room = block(K_NBYTES + V_NBYTES)
+        v_room = k_room + K_NBYTES
+        k_barrier = v_room + V_NBYTES
+        v_barrier = k_barrier + 8
+        slab = pages + next_held.to(tl.int64) * PAGE_NBYTES
+        copy(slab, k_room, k_barrier, K_NBYTES)
+        copy(slab + K_NBYTES, v_room, v_barrier, V_NBYTES)
     q, factor, q_sum = _load_queries(
         q_pointers.to(tl.pointer_type(tl.int16)), N, K, BFLOAT16 if Q_BFLOAT16 else FLOAT16
     )
@@ -335,17 +371,29 @@ def walk(pages, table, first, end, q_pointers, t, t_low, t_high, scale, softcap,
     total = tl.zeros((8, N), tl.float32)
     slot = tl.arange(0, S)
     for page in range(first, end):
-        slab = pages + next_held.to(tl.int64) * PAGE_NBYTES
+        if not AHEAD:
+            k_at = pages + next_held.to(tl.int64) * PAGE_NBYTES
+            v_at = k_at + K_NBYTES
         next_held = tl.load(table + tl.minimum(page + 1, end - 1))  # here before it is needed
-        # All loads of a page before the first use.
-        k_words = _load_groups(slab, K, S // groups_of(K), S)
-        k_terms = _load_terms(slab, K, DK, S, term_per(K) == "column")
-        v_words = _load_groups(slab + K_NBYTES, V, ROWS, DV)
-        if not GROUPED:
-            v_terms = _load_terms(slab + K_NBYTES, V, S, S, False)
+        if AHEAD:
+            k_at = landed(k_room, k_barrier, (page - first) & 1)
+        k_words = _load_groups(k_at, K, S // groups_of(K), S)
+        k_terms = _load_terms(k_at, K, DK, S, N, term_per(K) == "column")
+        if not AHEAD:  # all loads of a page before the first use
+            v_words = _load_groups(v_at, V, ROWS, DV)
+            if not GROUPED:
+                v_terms = _load_terms(v_at, V, S, S, N, False)
         scores = _page_scores(k_words, k_terms, q, q_sum, gain, K, S, N)
+        if AHEAD:
+            slab = pages + next_held.to(tl.int64) * PAGE_NBYTES
+            if page + 1 < end:
+                copy(slab, k_room, k_barrier, K_NBYTES)
+            v_at = landed(v_room, v_barrier, (page - first) & 1)
+            v_words = _load_groups(v_at, V, ROWS, DV)
+            if not GROUPED:
+                v_terms = _load_terms(v_at, V, S, S, N, False)
         if GROUPED:  # so many that they take the registers of the keys
-            v_terms = _load_terms(slab + K_NBYTES, V, S, S, True)
+            v_terms = _load_terms(v_at, V, S, S, N, True)
         if SOFTCAP:
             # tanh(x) = 1 - 2 / (1 + exp(2 x)); the argument of exp2 is 2 x log2(e)
             scores = (softcap * LOG2E) * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 * LOG2E / softcap))))
@@ -372,7 +420,7 @@ def walk(pages, table, first, end, q_pointers, t, t_low, t_high, scale, softcap,
         else:
             weighted = p * P_LIMIT
             if has_zero(V):
-                zeros = (p * v_terms[1][:, None]).reshape(S // 8, 8, N)
+                zeros = (p * v_terms[1]).reshape(S // 8, 8, N)
                 zero_sum = zero_sum * shrink[None, :] + tl.sum(zeros, axis=0)
             if has_scale(V):
                 scales = v_terms[0]
@@ -380,9 +428,12 @@ def walk(pages, table, first, end, q_pointers, t, t_low, t_high, scale, softcap,
                 shrink = shrink * (top_scale / largest)
                 top_scale = largest
                 if planes_of(V) == 1:
-                    scales *= token_weights(S, nbytes_of(V, 0), bits_of(V, 0))
-                weighted = p * (scales * (P_LIMIT / largest))[:, None]
+                    scales *= token_weights(S, nbytes_of(V, 0), bits_of(V, 0))[:, None]
+                weighted = p * (scales * (P_LIMIT / largest))
             new_acc = new_acc + (_page_values(acc[0] * shrink[None, :], v_words, weighted, ROWS, V, N),)
+        if AHEAD:
+            if page + 1 < end:
+                copy(slab + K_NBYTES, v_room, v_barrier, V_NBYTES)
         acc = new_acc
     return acc, top_scale, tl.sum(zero_sum, axis=0), top, tl.sum(total, axis=0)
 
@@ -390,7 +441,7 @@ def walk(pages, table, first, end, q_pointers, t, t_low, t_high, scale, softcap,
 @triton.jit
 def _largest(scales):
     """The largest of positive float32 numbers: their bits are in the same order, and one instruction finds the largest of a warp's integers."""
-    return tl.max(scales.to(tl.int32, bitcast=True), axis=0).to(tl.float32, bitcast=True)
+    return tl.max(scales.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -1,0 +1,56 @@
+"""Which slabs the Triton programs read, and which they may copy to shared memory first: questions about a `kvarto.tile.Tile`. No torch, no triton."""
+
+from __future__ import annotations
+
+from kvarto.layout import PageLayout, Side, SlabLayout
+from kvarto.tile import Plane, Tile
+
+MAX_DIM = 256
+# Of the shared memory of a Hopper multiprocessor, what a program takes beside its slabs: the system's share, and at most so much for layouts.
+_SHARED_NBYTES = 228 << 10
+_PROGRAM_NBYTES = (1 << 10) + (2 << 10) + 16
+
+
+def why_not(side: Side, tile: Tile, dim: int) -> str | None:
+    """Why the program cannot read a tile, or None."""
+    if dim > MAX_DIM or dim < 16:
+        return f"a head dimension of {dim}: only 16 to {MAX_DIM}"
+    for plane in tile.planes:
+        if plane.kind == "float32":
+            return "float32 values: tensor cores have no such operand"
+        if side is Side.V and (plane.row_nbytes < 8 or plane.row_nbytes & (plane.row_nbytes - 1)):
+            return f"rows of {plane.row_nbytes} bytes"
+    per = None if tile.scale is None else tile.scale.per
+    if side is Side.V and per == "row":
+        return "a scale for each channel of all tokens"
+    scale = tile.scale
+    if side is Side.K and scale is not None and per == "column":
+        readable = scale.groups <= 2 and tile.zero is not None and scale.dtype == "float16"
+        return None if readable else f"column terms of {scale.groups} groups, {scale.dtype}"
+    return None
+
+
+def can_copy(layout: PageLayout, k: Tile, v: Tile, programs: int) -> bool:
+    """A program can copy its slabs ahead (triton_shared.py), and as many as `programs` of a multiprocessor do so at once."""
+    fits = programs * (layout.pair_nbytes + _PROGRAM_NBYTES) <= _SHARED_NBYTES
+    return fits and _reads_whole(k, layout.k) and _reads_whole(v, layout.v)
+
+
+def _reads_whole(tile: Tile, layout: SlabLayout) -> bool:
+    """Every load of the tile is whole and on a multiple of its own size: nothing has to be masked."""
+    rows, _ = layout.tile_shape
+    if rows < 16 or rows & (rows - 1) or not all(_is_whole(plane) for plane in tile.planes):
+        return False
+    for term in (tile.scale, tile.zero):
+        wide = term is not None and term.per == "column" and (layout.side is Side.K or term.groups > 1)
+        if term is not None and (term.dtype == "float32" or (wide and term.offset % 16)):
+            return False
+    return True
+
+
+def _is_whole(plane: Plane) -> bool:
+    nbytes = plane.row_nbytes
+    if nbytes == 8:
+        return plane.offset % 2 == 0 and all(first % 2 == count % 2 == 0 for first, count in plane.columns)
+    whole = nbytes in (16, 32) or nbytes % 64 == 0
+    return whole and plane.offset % min(nbytes // 4, 16) == 0 and len(plane.columns) == 1 and plane.columns[0][0] == 0
