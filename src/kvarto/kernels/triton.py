@@ -106,7 +106,8 @@ def _attend_few(
             K=packed.k.tile, V=packed.v.tile, PAGE_NBYTES=packed.pages.stride(0),
             K_NBYTES=packed.layout.k.nbytes, PAIR_NBYTES=packed.layout.pair_nbytes,
             BFLOAT16=q.dtype == torch.bfloat16, num_warps=1, num_stages=1, maxnreg=tuning.registers,
-            ENTRIES=1 if cut.entries == 1 else max(64, _power_of_2(cut.entries)), AHEAD=tuning.ahead and _can_copy(packed, tuning.programs), **_follows(raw is not None), **shared,
+            ENTRIES=1 if cut.entries == 1 else max(64, _power_of_2(cut.entries)),
+            AHEAD=tuning.ahead and _can_copy(packed, tuning.programs), **_follows(raw is not None), **shared,
         )  # fmt: skip
     out = torch.empty((T, Hq, DV), dtype=torch.float32, device=device)
     lse = torch.empty((T, Hq), dtype=torch.float32, device=device)
@@ -151,7 +152,6 @@ def _attend_many(
     }  # fmt: skip
     # Query rows and keys of a block: what the registers and the shared memory of a Hopper multiprocessor hold.
     M, N = (128, 128) if max(DK, DV) <= 128 else (64, 64)
-    import os; M, N, WARPS, STAGES = eval(os.environ.get('KV_P', 'M, N, M // 16, 2'))
     blocks = -(-queries.longest * (Hq // heads) // M)
     for i in range(stretches):
         if packed is not None:
@@ -169,7 +169,7 @@ def _attend_many(
             RAW_BFLOAT16=_is_bfloat16(at.k.tile), RAW_PAGE_NBYTES=at.pages.stride(0), RAW_PAIR_NBYTES=at.layout.pair_nbytes,
             RAW_K_NBYTES=at.layout.k.nbytes, R=Hq // heads, M=M, N=N, SOFTCAP=softcap is not None,
             HAS_RAW=raw is not None, HAS_PACKED=packed is not None, HAS_SINKS=sinks is not None,
-            FIRST=i == 0, LAST=i == stretches - 1, num_warps=WARPS, num_stages=STAGES, **shared,
+            FIRST=i == 0, LAST=i == stretches - 1, num_warps=M // 16, num_stages=3, **shared,
         )  # fmt: skip
     return Partial(out, lse)
 
@@ -247,8 +247,8 @@ def _can_copy(pages: PageSet, programs: int) -> bool:
     """Slabs can be copied to shared memory ahead of their use (triton_shared.py): everything is where the copy engine wants it."""
     if interpreted() or not _is_hopper() or (pages.pages.data_ptr() | pages.pages.stride(0)) % 16:
         return False
-    assert pages.k.tile is not None and pages.v.tile is not None, "supports() said no"
-    return _can_copy_layout(pages.layout, pages.k.tile, pages.v.tile, programs)
+    k, v = pages.k.tile, pages.v.tile
+    return k is not None and v is not None and _can_copy_layout(pages.layout, k, v, programs)
 
 
 _can_copy_layout = cache(can_copy)

@@ -9,7 +9,6 @@ from triton.language import constexpr
 from kvarto.kernels.triton_tiles import wait_for_previous
 from kvarto.kernels.triton_walk import LOG2E
 
-
 _NOTHING = tl.constexpr(-1e30)  # a maximum of nothing: finite, so that no difference is NaN
 
 
@@ -52,9 +51,7 @@ def combine(
         before = tl.load(plan + e - 1, mask=e > 0, other=0)
         splits = (tl.load(plan + e) - before) // HEADS
         for i in range(0, splits, AT_ONCE):
-            log, values = _parts(
-                packed_out, packed_lse, before + head, HEADS, i, splits, lane, channel, DV, N, AT_ONCE
-            )
+            log, values = _parts(packed_out, packed_lse, before + head, HEADS, i, splits, lane, channel, DV, N, AT_ONCE)
             result, total, top = _add(result, total, top, log, values)
         if ROTATION == "hadamard":
             result = _hadamard(result, D)
@@ -80,7 +77,7 @@ def combine(
 def _parts(
     out_parts, lse_parts, first, step, begin, end, lane, channel, DV: constexpr, N: constexpr, COUNT: constexpr
 ):  # fmt: skip
-    """Of partial results first + step * begin, ... (before the one of `end`) the logarithms float32 [COUNT], -inf beyond, and values float32 [COUNT, D].
+    """Of partial results first + step * begin, ... up to the one of `end`: logarithms float32 [COUNT], -inf beyond, and values float32 [COUNT, D].
 
     The numbers of a part that saw nothing were never written: they are read all the same, not to wait, and mean nothing.
     """

@@ -49,14 +49,12 @@ mov.b32 $0, $1; }""")
 def block(NBYTES: constexpr):
     """Address of NBYTES (a multiple of 16) of shared memory of this program, and behind them of two barriers of 8 bytes. Once in a program."""
     nothing = tl.full((), 0, tl.int32)
-    return tl.inline_asm_elementwise(
-        _block_assembly(NBYTES), "=r,r", [nothing], dtype=tl.int32, is_pure=False, pack=1
-    )
+    return tl.inline_asm_elementwise(_block_assembly(NBYTES), "=r,r", [nothing], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
 def copy(source, to, barrier, NBYTES: constexpr):
-    """Begin to copy NBYTES from `source` (a pointer) to address `to`, all three multiples of 16. All lanes have read for the last time what is there."""
+    """Begin to copy NBYTES from `source` (a pointer) to address `to`, all three multiples of 16; what is there has been read for the last time."""
     tl.inline_asm_elementwise(
         _copy_assembly(NBYTES), "=r,l,r,r", [source.to(tl.int64), to, barrier], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -68,9 +66,7 @@ def landed(to, barrier, parity):
 
     That the address is a result keeps what is computed from it where it is: as constants of the loads, not as registers that live through a loop.
     """
-    return tl.inline_asm_elementwise(
-        _LANDED, "=r,r,r,r", [to, barrier, parity], dtype=tl.int32, is_pure=False, pack=1
-    )
+    return tl.inline_asm_elementwise(_LANDED, "=r,r,r,r", [to, barrier, parity], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.constexpr_function

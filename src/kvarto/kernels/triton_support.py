@@ -41,11 +41,10 @@ def _reads_whole(tile: Tile, layout: SlabLayout) -> bool:
     rows, _ = layout.tile_shape
     if rows < 16 or rows & (rows - 1) or not all(_is_whole(plane) for plane in tile.planes):
         return False
-    for term in (tile.scale, tile.zero):
-        wide = term is not None and term.per == "column" and (layout.side is Side.K or term.groups > 1)
-        if term is not None and (term.dtype == "float32" or (wide and term.offset % 16)):
-            return False
-    return True
+    return all(
+        term is None or (term.dtype != "float32" and term.per != "slab" and term.offset % 16 == 0)
+        for term in (tile.scale, tile.zero)
+    )
 
 
 def _is_whole(plane: Plane) -> bool:

@@ -323,7 +323,8 @@ def _load_runs(words, N: constexpr, SEG: constexpr, NBYTES: constexpr, W: conste
         tile = tl.join(tile, _load_fields(words, 2, SEG, NBYTES, W, CHUNK, KIND, N))
     if BITS == 1:
         upper = tl.join(
-            _load_fields(words, 4, SEG, NBYTES, W, CHUNK, KIND, N), _load_fields(words, 6, SEG, NBYTES, W, CHUNK, KIND, N)
+            _load_fields(words, 4, SEG, NBYTES, W, CHUNK, KIND, N),
+            _load_fields(words, 6, SEG, NBYTES, W, CHUNK, KIND, N),
         )
         tile = tl.join(tile, upper)
     # Now: row, (lane, j1, pair), odd, chunk, f0, f1, f2

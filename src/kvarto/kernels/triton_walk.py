@@ -49,8 +49,8 @@ from kvarto.kernels.triton_tiles import (
     load_columns,
     load_pairs,
     load_words,
-    read_words,
     product,
+    read_words,
     to_codes,
     to_fragment_order,
     token_weights,
@@ -124,24 +124,38 @@ def _load_terms(slab, TILE: constexpr, NUMBERS: constexpr, S: constexpr, N: cons
     """The terms of a slab, a flat tuple.
 
     BY_COLUMN  for each group the scales, then the zeros, of each part in its fragment order: float16 [8, columns], rows alike; a group has NUMBERS
-    otherwise  the scale, then the zero, of each token, as far as there are such: float32 [S, 1 or N], columns alike
+    otherwise  the scale, then the zero, of each token, as far as there are such: float32 [S, 1 or N], columns alike; then the largest scale, []
     """
     terms = ()
     if BY_COLUMN:
         for g in tl.static_range(groups_of(TILE)):
-            terms = terms + _load_columns_of(_numbers(slab + term_offset(TILE, False) + 2 * g * NUMBERS), 8, TILE, FLOAT16)
-            terms = terms + _load_columns_of(_numbers(slab + term_offset(TILE, True) + 2 * g * NUMBERS), 8, TILE, FLOAT16)
+            terms = terms + _load_columns_of(
+                _numbers(slab + term_offset(TILE, False) + 2 * g * NUMBERS), 8, TILE, FLOAT16
+            )
+            terms = terms + _load_columns_of(
+                _numbers(slab + term_offset(TILE, True) + 2 * g * NUMBERS), 8, TILE, FLOAT16
+            )
     elif slab.dtype.is_ptr():
         if has_scale(TILE):
             terms = terms + (_load_tokens(slab, TILE, False, S),)
         if has_zero(TILE):
             terms = terms + (_load_tokens(slab, TILE, True, S),)
+        if has_scale(TILE):
+            terms = terms + (_largest(terms[0].to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True),)
     else:
         if has_scale(TILE):
             terms = terms + (_read_tokens(slab, TILE, False, S, N),)
         if has_zero(TILE):
             terms = terms + (_read_tokens(slab, TILE, True, S, N),)
+        if has_scale(TILE):
+            terms = terms + (_read_largest(slab, TILE, S),)
     return terms
+
+
+@triton.jit
+def _largest(bits):
+    """The largest of positive floats: their bits are in the same order, and one instruction finds the largest of a warp's integers."""
+    return tl.max(bits)
 
 
 @triton.jit
@@ -163,15 +177,26 @@ def _load_tokens(slab, TILE: constexpr, ZERO: constexpr, S: constexpr):
 
 @triton.jit
 def _read_tokens(slab, TILE: constexpr, ZERO: constexpr, S: constexpr, N: constexpr):
-    """`_load_tokens` from shared memory, 16-bit numbers: float32 [S, N], columns alike."""
-    PER_SLAB: constexpr = term_per(TILE) == "slab"
-    at = lanes(slab + term_offset(TILE, ZERO), 0 if PER_SLAB else 2, 0)
-    halves = read(at, S // 8, 0 if PER_SLAB else 16, 0).to(tl.int16)
-    if term_dtype(TILE, ZERO) == "bfloat16":
-        numbers = halves.to(tl.bfloat16, bitcast=True)
+    """`_load_tokens` from shared memory, of a number of 16 bits for each: float32 [S, N], columns alike."""
+    halves = read(lanes(slab + term_offset(TILE, ZERO), 2, 0), S // 8, 16, 0).to(tl.int16)
+    return tl.broadcast_to(_float(halves, TILE)[:, :, None], (S, 4, N // 4)).reshape(S, N)
+
+
+@triton.jit
+def _read_largest(slab, TILE: constexpr, S: constexpr):
+    """The largest scale, float32 [], of those that `_read_tokens` reads."""
+    words = read(slab + term_offset(TILE, False) + 4 * tl.arange(0, S // 2), 1, 0, 1)
+    return _float(_largest(tl.maximum(words & 0xFFFF, (words >> 16) & 0xFFFF)).to(tl.int16), TILE)
+
+
+@triton.jit
+def _float(bits, TILE: constexpr):
+    """int16 as numbers of the 16-bit dtype of a tile's scale and zero, float32."""
+    if term_dtype(TILE, False) == "bfloat16":
+        numbers = bits.to(tl.bfloat16, bitcast=True).to(tl.float32)
     else:
-        numbers = halves.to(tl.float16, bitcast=True)
-    return tl.broadcast_to(numbers.to(tl.float32)[:, :, None], (S, 4, N // 4)).reshape(S, N)
+        numbers = bits.to(tl.float16, bitcast=True).to(tl.float32)
+    return numbers
 
 
 # ---- queries ---------------------------------------------------------------------------------------------------------
@@ -424,24 +449,17 @@ def walk(pages, table, first, end, q_pointers, t, t_low, t_high, scale, softcap,
                 zero_sum = zero_sum * shrink[None, :] + tl.sum(zeros, axis=0)
             if has_scale(V):
                 scales = v_terms[0]
-                largest = tl.maximum(top_scale, _largest(scales))
+                largest = tl.maximum(top_scale, v_terms[2 if has_zero(V) else 1])
                 shrink = shrink * (top_scale / largest)
                 top_scale = largest
                 if planes_of(V) == 1:
                     scales *= token_weights(S, nbytes_of(V, 0), bits_of(V, 0))[:, None]
                 weighted = p * (scales * (P_LIMIT / largest))
             new_acc = new_acc + (_page_values(acc[0] * shrink[None, :], v_words, weighted, ROWS, V, N),)
-        if AHEAD:
-            if page + 1 < end:
-                copy(slab + K_NBYTES, v_room, v_barrier, V_NBYTES)
+        if AHEAD and page + 1 < end:
+            copy(slab + K_NBYTES, v_room, v_barrier, V_NBYTES)
         acc = new_acc
     return acc, top_scale, tl.sum(zero_sum, axis=0), top, tl.sum(total, axis=0)
-
-
-@triton.jit
-def _largest(scales):
-    """The largest of positive float32 numbers: their bits are in the same order, and one instruction finds the largest of a warp's integers."""
-    return tl.max(scales.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
 
 
 @triton.jit

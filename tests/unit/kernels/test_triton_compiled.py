@@ -3,7 +3,8 @@
 The kernel is fast because packed rows become tensor-core operands in registers, two numbers an instruction. Nothing fails when a compiler puts a
 trip through shared memory in between or takes halves apart again, it only gets slower. Here it fails. The numbers are of Triton 3.6 and 3.7.
 
-`python tests/unit/kernels/test_triton_compiled.py FORMAT...` prints them as JSON.
+A name with a + is the program whose slabs are copied to shared memory ahead: all that it reads of a page, it reads from there.
+`python tests/unit/kernels/test_triton_compiled.py FORMAT[+]...` prints them as JSON.
 """
 
 from __future__ import annotations
@@ -25,35 +26,39 @@ import pytest
 
 REGISTERS = 168
 STACK_BYTES = 160
-# Query parts, probabilities and sums over lanes do go through shared memory: a few instructions a page, not one a row.
-SHARED_INSTRUCTIONS = 32
 
 
 @dataclass(frozen=True)
 class Expected:
-    """Of the loop over pages, D = 128: tensor-core instructions, and instructions at most (a tenth or so more than there are)."""
+    """Of the loop over pages, D = 128: tensor-core instructions, and at most so many of shared memory and in all (a tenth or so more than there are).
+
+    Query parts, probabilities and sums over lanes go through shared memory in any case: a few instructions a page, not one a row.
+    """
 
     tensor_core: int
+    shared: int
     instructions: int
 
 
 EXPECTED = {
-    "int4": Expected(80, 1150),
-    "int2": Expected(80, 1100),
-    "kivi2": Expected(72, 1300),
-    "int8": Expected(64, 900),
-    "fp8": Expected(64, 1050),
+    "int4+": Expected(80, 90, 1150),
+    "int2+": Expected(80, 90, 1100),
+    "kivi2+": Expected(72, 80, 1300),
+    "int4": Expected(80, 32, 1150),
+    "int8": Expected(64, 32, 900),
+    "fp8": Expected(64, 32, 1050),
 }
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """What was compiled. `tensor_core`, `shared` and `instructions` count those of the loop over pages."""
+    """What was compiled. `tensor_core`, `shared`, `copies` (by the bulk engine) and `instructions` count those of the loop over pages."""
 
     registers: int
     stack_bytes: int
     tensor_core: int
     shared: int
+    copies: int
     instructions: int
 
 
@@ -68,17 +73,20 @@ def test_what_the_compiler_makes_of_the_packed_kernel(tmp_path: Path) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     compiled = {name: Compiled(**numbers) for name, numbers in json.loads(done.stdout).items()}
-    faults = [f"{name}: {fault}" for name in EXPECTED for fault in _faults(compiled[name], EXPECTED[name])]
+    faults = [f"{name}: {fault}" for name in EXPECTED for fault in _faults(name, compiled[name])]
     assert not faults, "\n".join(faults)
 
 
-def _faults(got: Compiled, expected: Expected) -> Iterator[str]:
+def _faults(name: str, got: Compiled) -> Iterator[str]:
+    expected, copies = EXPECTED[name], 2 if name.endswith("+") else 0
     if got.registers > REGISTERS or got.stack_bytes > STACK_BYTES:
         yield f"registers do not hold a page: {got.registers} of them and {got.stack_bytes} bytes in memory"
     if got.tensor_core != expected.tensor_core:
         yield f"{got.tensor_core} tensor-core instructions, not {expected.tensor_core}"
-    if got.shared > SHARED_INSTRUCTIONS:
-        yield f"packed rows take a trip through shared memory: {got.shared} instructions, not up to {SHARED_INSTRUCTIONS}"
+    if got.shared > expected.shared:
+        yield f"rows take another trip through shared memory: {got.shared} instructions, not up to {expected.shared}"
+    if got.copies != copies:
+        yield f"{got.copies} copies of slabs, not {copies}"
     if got.instructions > expected.instructions:
         yield f"halves are taken apart, or worse: {got.instructions} instructions, not up to {expected.instructions}"
 
@@ -114,12 +122,13 @@ def _compile(name: str) -> Any:
     from kvarto.kernels.triton_decode import attend_packed
     from kvarto.layout import Geometry
 
-    chosen = parse_format(name)
+    chosen = parse_format(name.removesuffix("+"))
     layout = chosen.layout(Geometry(8, 128, 128))
     constants = {
         "K": chosen.k.tile(layout.k), "V": chosen.v.tile(layout.v), "PAGE_NBYTES": layout.nbytes,
         "K_NBYTES": layout.k.nbytes, "PAIR_NBYTES": layout.pair_nbytes, "BFLOAT16": True, "HEADS": 8, "R": 4, "S": 64,
         "DK": 128, "DV": 128, "N": 8, "SINK": 1, "WINDOW": 0, "SLIDING": 0, "SOFTCAP": False, "ENTRIES": 64,
+        "AHEAD": name.endswith("+"),
     }  # fmt: skip
     types = dict.fromkeys(("start", "position", "table", "plan"), "*i32")
     types |= {"q": "*bf16", "pages": "*u8", "out": "*fp32", "lse": "*fp32", "scale": "fp32", "softcap": "fp32"}
@@ -153,12 +162,16 @@ def _examine(cubin: bytes) -> Compiled:
         numbers["STACK"],
         counts["HMMA"],
         sum(counts[kind] for kind in ("LDS", "LDSM", "STS", "STSM")),
+        counts["UBLKCP"],
         counts.total(),
     )
 
 
 def _main_loop(assembly: str) -> list[str]:
-    """The kinds of instructions (HMMA, LDS ...) between the target of the widest backward branch and the branch: the loop over pages."""
+    """The kinds of instructions (HMMA, LDS ...) between the target of the widest backward branch and the branch: the loop over pages.
+
+    What stands behind the program's end is no part of it: there an unlucky wait goes on and then branches back.
+    """
     found = re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9]+)(.*?);", assembly)
     instructions = [(int(address, 16), kind, rest) for address, kind, rest in found]
     loops = [
@@ -166,7 +179,8 @@ def _main_loop(assembly: str) -> list[str]:
         for address, kind, rest in instructions
         if kind == "BRA" and (target := re.search(r"0x([0-9a-f]+)", rest)) and int(target[1], 16) < address
     ]
-    _, first, last = max(loops)
+    end = max(address for address, kind, _ in instructions if kind == "EXIT")
+    _, first, last = max(loop for loop in loops if loop[2] < end)
     return [kind for address, kind, _ in instructions if first <= address <= last]
 
 

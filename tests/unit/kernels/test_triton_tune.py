@@ -16,8 +16,8 @@ from kvarto.layout import Geometry
 
 H200, OTHER = "NVIDIA H200", "NVIDIA Imaginary 1"
 LAYOUT = parse_format("int4").layout(Geometry(8, 128, 128))
-DEFAULT = Tuning(168, 1)
-FAST = {Tuning(168, 1): 3.0, Tuning(128, 1): 2.0, Tuning(255, 1): 4.0}
+DEFAULT = Tuning(168, True)
+FAST = {Tuning(168, True): 3.0, Tuning(168, False): 3.5, Tuning(128, True): 2.0, Tuning(255, False): 4.0}
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_programs_of_a_multiprocessor() -> None:
-    assert [tuning.programs for tuning in CANDIDATES] == [12, 16, 8]
+    assert [tuning.programs for tuning in CANDIDATES] == [12, 12, 16, 8]
 
 
 @pytest.mark.parametrize("name", ["int4", "int3", "int2", "kivi2", "int8", "fp8"])
@@ -43,9 +43,9 @@ def test_what_nobody_measured_gets_the_default() -> None:
 
 
 def test_the_fastest_is_kept_for_other_processes(folder: Path) -> None:
-    assert tune(OTHER, LAYOUT, "int4", "int4", FAST.__getitem__) == Tuning(128, 1)
+    assert tune(OTHER, LAYOUT, "int4", "int4", FAST.__getitem__) == Tuning(128, True)
     triton_tune._kept.cache_clear()  # as another process begins
-    assert tuning_for(OTHER, LAYOUT, "int4", "int4") == Tuning(128, 1)
+    assert tuning_for(OTHER, LAYOUT, "int4", "int4") == Tuning(128, True)
     assert [path.name for path in folder.iterdir()] == ["tuned-gpu.json"]
 
 
@@ -54,7 +54,7 @@ def test_a_tuning_is_of_one_gpu_geometry_and_pair_of_codecs() -> None:
     small, short = (
         parse_format("int4").layout(geometry) for geometry in (Geometry(8, 64, 128), Geometry(8, 128, 128, 32))
     )
-    assert tuning_for(OTHER, LAYOUT, "int4", "int8") == Tuning(128, 1)
+    assert tuning_for(OTHER, LAYOUT, "int4", "int8") == Tuning(128, True)
     assert tuning_for(OTHER, LAYOUT, "int8", "int4") == DEFAULT
     assert tuning_for(H200, LAYOUT, "int4", "int8") == DEFAULT
     assert tuning_for(OTHER, small, "int4", "int8") == DEFAULT
@@ -65,8 +65,8 @@ def test_tunings_add_up_and_the_last_one_counts() -> None:
     tune(OTHER, LAYOUT, "int4", "int4", FAST.__getitem__)
     tune(OTHER, LAYOUT, "int8", "int8", FAST.__getitem__)
     tune(OTHER, LAYOUT, "int8", "int8", lambda tuning: -FAST[tuning] + 5.0)
-    assert tuning_for(OTHER, LAYOUT, "int4", "int4") == Tuning(128, 1)
-    assert tuning_for(OTHER, LAYOUT, "int8", "int8") == Tuning(255, 1)
+    assert tuning_for(OTHER, LAYOUT, "int4", "int4") == Tuning(128, True)
+    assert tuning_for(OTHER, LAYOUT, "int8", "int8") == Tuning(255, False)
 
 
 def test_noise_does_not_decide() -> None:
@@ -76,7 +76,7 @@ def test_noise_does_not_decide() -> None:
 def test_candidates_that_cannot_run() -> None:
     assert tune(
         OTHER, LAYOUT, "int4", "int4", lambda tuning: 1.0 if tuning.registers == 255 else float("inf")
-    ) == Tuning(255, 1)
+    ) == Tuning(255, False)
     with pytest.raises(UsageError, match="at least one candidate"):
         tune(OTHER, LAYOUT, "int8", "int8", lambda _tuning: float("inf"))
     assert tuning_for(OTHER, LAYOUT, "int8", "int8") == DEFAULT
@@ -95,7 +95,7 @@ def test_measuring_runs_what_is_on_trial() -> None:
     assert tuning_for(H200, LAYOUT, "int4", "int4") == DEFAULT
 
 
-ENTRY = {"registers": 128, "stages": 1}
+ENTRY = {"registers": 128, "ahead": True}
 KEY = triton_tune._key(OTHER, LAYOUT, "int4", "int4")
 
 
@@ -107,12 +107,12 @@ KEY = triton_tune._key(OTHER, LAYOUT, "int4", "int4")
         "[1]",
         json.dumps({"tunings": {KEY: ENTRY}}),
         json.dumps({"format": "kvarto GPU tunings 9", "tunings": {KEY: ENTRY}}),
-        json.dumps({"format": "kvarto GPU tunings 1", "tunings": [ENTRY]}),
-        json.dumps({"format": "kvarto GPU tunings 1", "tunings": {KEY: 128}}),
-        json.dumps({"format": "kvarto GPU tunings 1", "tunings": {KEY: {"registers": 128}}}),
-        json.dumps({"format": "kvarto GPU tunings 1", "tunings": {KEY: ENTRY | {"registers": 512}}}),
-        json.dumps({"format": "kvarto GPU tunings 1", "tunings": {KEY: ENTRY | {"registers": "128"}}}),
-        json.dumps({"format": "kvarto GPU tunings 1", "tunings": {KEY: ENTRY | {"stages": True}}}),
+        json.dumps({"format": "kvarto GPU tunings 2", "tunings": [ENTRY]}),
+        json.dumps({"format": "kvarto GPU tunings 2", "tunings": {KEY: 128}}),
+        json.dumps({"format": "kvarto GPU tunings 2", "tunings": {KEY: {"registers": 128}}}),
+        json.dumps({"format": "kvarto GPU tunings 2", "tunings": {KEY: ENTRY | {"registers": 512}}}),
+        json.dumps({"format": "kvarto GPU tunings 2", "tunings": {KEY: ENTRY | {"registers": "128"}}}),
+        json.dumps({"format": "kvarto GPU tunings 2", "tunings": {KEY: ENTRY | {"ahead": 1}}}),
     ],
 )
 def test_a_broken_or_foreign_file_is_ignored_with_one_warning(folder: Path, text: str) -> None:
@@ -129,11 +129,11 @@ def test_a_broken_file_is_replaced(folder: Path) -> None:
     (folder / "tuned-gpu.json").write_bytes(b"\xff\xfe")
     with pytest.warns(RuntimeWarning, match="GPU tunings are not used"):
         tune(OTHER, LAYOUT, "int4", "int4", FAST.__getitem__)
-    assert tuning_for(OTHER, LAYOUT, "int4", "int4") == Tuning(128, 1)
+    assert tuning_for(OTHER, LAYOUT, "int4", "int4") == Tuning(128, True)
 
 
 def test_a_folder_that_cannot_be_written(folder: Path) -> None:
     folder.write_text("in the way")
     with pytest.warns(RuntimeWarning) as warned:
-        assert tune(OTHER, LAYOUT, "int4", "int4", FAST.__getitem__) == Tuning(128, 1)
+        assert tune(OTHER, LAYOUT, "int4", "int4", FAST.__getitem__) == Tuning(128, True)
     assert "set KVARTO_HOME" in str(warned[-1].message)
