@@ -15,7 +15,7 @@ from kvarto.jit import torch, why_unavailable
 from kvarto.kernels.base import PageSet, Partial, Queries, Rule, SlabReader, Support
 from kvarto.kernels.triton_support import can_copy, why_not
 from kvarto.kernels.triton_tune import tuning_for
-from kvarto.layout import PageLayout, Side
+from kvarto.layout import Geometry, PageLayout, Side
 from kvarto.tile import Tile
 
 if TYPE_CHECKING:
@@ -142,7 +142,8 @@ def _attend_many(
     k_scratch, v_scratch = (
         torch.empty((B, heads, stretch * S, dim), dtype=torch.float16, device=device) for dim in (DK, DV)
     )
-    state = torch.empty((T, Hq, DV + 2) if stretches > 1 else (1,), dtype=torch.float32, device=device)
+    whole = packed is not None and _has_whole_blocks(geometry, rule, softcap)
+    state = torch.empty((T, Hq, DV + 2) if stretches > 1 or whole else (1,), dtype=torch.float32, device=device)
     out = torch.empty((T, Hq, DV), dtype=torch.float32, device=device)
     lse = torch.empty((T, Hq), dtype=torch.float32, device=device)
     matrix = None if packed is None else _matrix_out(packed.v, device)
@@ -161,6 +162,8 @@ def _attend_many(
                 K=packed.k.tile, V=packed.v.tile, PAGE_NBYTES=packed.pages.stride(0), PAIR_NBYTES=packed.layout.pair_nbytes,
                 K_NBYTES=packed.layout.k.nbytes, ROTATED=matrix is not None, num_warps=4, **shared,
             )  # fmt: skip
+        if whole:
+            _attend_whole(queries, q_packed, k_scratch, v_scratch, state, rule, scale, Hq // heads, S, i * stretch)
         programs.attend_stretch[(blocks, heads, B)](
             q_raw, q_packed, queries.start, queries.position, at.pages, at.table, k_scratch, v_scratch,
             lse if sinks is None else sinks, state, out, lse,
@@ -169,9 +172,39 @@ def _attend_many(
             RAW_BFLOAT16=_is_bfloat16(at.k.tile), RAW_PAGE_NBYTES=at.pages.stride(0), RAW_PAIR_NBYTES=at.layout.pair_nbytes,
             RAW_K_NBYTES=at.layout.k.nbytes, R=Hq // heads, M=M, N=N, SOFTCAP=softcap is not None,
             HAS_RAW=raw is not None, HAS_PACKED=packed is not None, HAS_SINKS=sinks is not None,
-            FIRST=i == 0, LAST=i == stretches - 1, num_warps=M // 16, num_stages=3, **shared,
+            FIRST=i == 0, LAST=i == stretches - 1, WHOLE_DONE=whole, num_warps=M // 16, num_stages=3, **shared,
         )  # fmt: skip
     return Partial(out, lse)
+
+
+def _attend_whole(
+    queries: Queries, q: Tensor, k_scratch: Tensor, v_scratch: Tensor, state: Tensor, rule: Rule,
+    scale: float, R: int, S: int, first_page: int,
+) -> None:  # fmt: skip
+    """Attend to what needs no mask in a stretch of decoded history (triton_prefill_hopper.py)."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from kvarto.kernels import triton_prefill_hopper as hopper
+
+    B, heads, tokens, DK = k_scratch.shape
+    DV = v_scratch.shape[2]
+    k_box, v_box = [hopper.N, DK], [DV, hopper.N]
+    k_blocks, v_blocks = (
+        TensorDescriptor.from_tensor(rows, box, gl.NVMMASharedLayout.get_default_for(box, gl.float16))
+        for rows, box in ((k_scratch.view(-1, DK), k_box), (v_scratch.view(-1, tokens), v_box))
+    )
+    hopper.attend_whole[(-(-queries.longest * R // hopper.M), heads, B)](
+        q, k_blocks, v_blocks, queries.start, queries.position, state, q.stride(0), q.stride(1), first_page, tokens // S, scale,
+        HEADS=heads, R=R, S=S, DK=DK, DV=DV, SINK=rule.sink_pages, WINDOW=rule.window_pages, FIRST=first_page == 0,
+        num_warps=4, maxnreg=hopper.REGISTERS,
+    )  # fmt: skip
+
+
+def _has_whole_blocks(geometry: Geometry, rule: Rule, softcap: float | None) -> bool:
+    """The program for what needs no mask can run, and there may be such."""
+    dims = {geometry.k_dim, geometry.v_dim}
+    return not interpreted() and _is_hopper() and dims <= {64, 128} and not rule.sliding_tokens and softcap is None
 
 
 # ---- how the work is cut ---------------------------------------------------------------------------------------------

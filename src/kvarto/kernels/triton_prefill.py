@@ -183,6 +183,26 @@ def _scores(q, k, scale, softcap, SOFTCAP: constexpr, M: constexpr, COLUMNS: con
     return scores
 
 
+@triton.jit
+def whole_blocks(
+    t_low, t_high, first_page, stretch_pages,
+    S: constexpr, SINK: constexpr, WINDOW: constexpr, SLIDING: constexpr, N: constexpr,
+):  # fmt: skip
+    """(low, whole): tokens of a stretch, counted from its first. Rows of tokens t_low to t_high read from low on, and see all of low .. whole - 1.
+
+    whole - low is a multiple of N.
+    """
+    low = t_low * 0 + SINK
+    if SLIDING > 0:
+        low = tl.maximum(low, tl.maximum(t_low - SLIDING + 1, 0) // S)
+    low = tl.maximum(low - first_page, 0) * S
+    whole = low
+    if SLIDING == 0:
+        high = tl.minimum(t_high // S - WINDOW - first_page, stretch_pages) * S
+        whole = tl.minimum(tl.minimum(t_low // S - WINDOW - first_page, stretch_pages) * S, high)
+    return low, low + tl.maximum(whole - low, 0) // N * N
+
+
 @triton.jit(do_not_specialize=["raw_columns", "first_page", "stretch_pages"])
 def attend_stretch(
     q_raw, q_packed, start, position, raw_pages, raw_table, k_scratch, v_scratch, sinks, state, out, lse,
@@ -190,12 +210,12 @@ def attend_stretch(
     RAW_BFLOAT16: constexpr, RAW_PAGE_NBYTES: constexpr, RAW_PAIR_NBYTES: constexpr, RAW_K_NBYTES: constexpr,
     HEADS: constexpr, R: constexpr, S: constexpr, DK: constexpr, DV: constexpr, M: constexpr, N: constexpr,
     SINK: constexpr, WINDOW: constexpr, SLIDING: constexpr, SOFTCAP: constexpr,
-    HAS_RAW: constexpr, HAS_PACKED: constexpr, HAS_SINKS: constexpr, FIRST: constexpr, LAST: constexpr,
+    HAS_RAW: constexpr, HAS_PACKED: constexpr, HAS_SINKS: constexpr, FIRST: constexpr, LAST: constexpr, WHOLE_DONE: constexpr,
 ):  # fmt: skip
     """Grid (blocks of M query rows, HEADS, B): the rows attend to raw pages (if FIRST) and to a stretch of packed ones.
 
     q_*      [T, Hq, DK], in the dtype of the raw pages and in the packed tile's domain; strides in elements
-    state    float32 [T, Hq, DV + 2]: sums, maximum and sum of weights between stretches
+    state    float32 [T, Hq, DV + 2]: sums, maximum and sum of weights between stretches; with WHOLE_DONE those of this one's whole blocks are in it
     scale    of the scores, positive
     out, lse [T, Hq, DV] and float32 [T, Hq] (natural logarithm), written if LAST; 0 and -inf where nothing was seen
     """
@@ -219,7 +239,7 @@ def attend_stretch(
     gain = scale * LOG2E
     if SOFTCAP:
         gain = scale * 0.0 + LOG2E
-    if FIRST:
+    if FIRST and not WHOLE_DONE:
         acc = tl.zeros((M, DV_PAD), tl.float32)
         top = tl.full((M,), HIDDEN, tl.float32)  # finite, so that a row that has seen nothing gets p = 0
         total = tl.zeros((M,), tl.float32)
@@ -257,16 +277,10 @@ def attend_stretch(
         pair = (sequence.to(tl.int64) * HEADS + head) * stretch_pages * S
         k_pair = k_scratch + pair * DK
         v_pair = v_scratch + pair * DV
-        # Tokens of the stretch, counted from its first: [low, whole) is seen by every row, [.., high) by some.
-        low = t_low * 0 + SINK
-        if SLIDING > 0:
-            low = tl.maximum(low, tl.maximum(t_low - SLIDING + 1, 0) // S)
-        low = tl.maximum(low - first_page, 0) * S
+        low, whole = whole_blocks(t_low, t_high, first_page, stretch_pages, S, SINK, WINDOW, SLIDING, N)
         high = tl.minimum(t_high // S - WINDOW - first_page, stretch_pages) * S
-        whole = tl.minimum(tl.minimum(t_low // S - WINDOW - first_page, stretch_pages) * S, high)
-        if SLIDING > 0:
-            whole = low
-        whole = low + tl.maximum(whole - low, 0) // N * N
+        if WHOLE_DONE:
+            low = whole
         key = tl.arange(0, N)
         for i in range(low, whole, N):
             k = tl.load(k_pair + (i + key)[None, :] * DK + kc[:, None], mask=(kc < DK)[:, None], other=0.0)
