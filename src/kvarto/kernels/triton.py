@@ -188,7 +188,7 @@ def _attend_whole(
     from kvarto.kernels import triton_prefill_hopper as hopper
 
     B, heads, tokens, DK = k_scratch.shape
-    DV = v_scratch.shape[2]
+    DV = v_scratch.shape[3]
     k_box, v_box = [hopper.N, DK], [DV, hopper.N]
     k_blocks, v_blocks = (
         TensorDescriptor.from_tensor(rows, box, gl.NVMMASharedLayout.get_default_for(box, gl.float16))
