@@ -142,6 +142,7 @@ def _attend_many(
     k_scratch, v_scratch = (
         torch.empty((B, heads, stretch * S, dim), dtype=torch.float16, device=device) for dim in (DK, DV)
     )
+    k_base = torch.empty((B, heads, DK), dtype=torch.float32, device=device)
     whole = packed is not None and _has_whole_blocks(geometry, rule, softcap)
     state = torch.empty((T, Hq, DV + 2) if stretches > 1 or whole else (1,), dtype=torch.float32, device=device)
     out = torch.empty((T, Hq, DV), dtype=torch.float32, device=device)
@@ -158,14 +159,16 @@ def _attend_many(
         if packed is not None:
             programs.decode_pages[(stretch, heads, B)](
                 queries.start, queries.position, packed.pages, packed.table, lse if matrix is None else matrix,
-                k_scratch, v_scratch, packed.table.stride(0), i * stretch, stretch,
+                k_scratch, v_scratch, k_base, packed.table.stride(0), i * stretch, stretch,
                 K=packed.k.tile, V=packed.v.tile, PAGE_NBYTES=packed.pages.stride(0), PAIR_NBYTES=packed.layout.pair_nbytes,
                 K_NBYTES=packed.layout.k.nbytes, ROTATED=matrix is not None, num_warps=4, **shared,
             )  # fmt: skip
         if whole:
-            _attend_whole(queries, q_packed, k_scratch, v_scratch, state, rule, scale, Hq // heads, S, i * stretch)
+            _attend_whole(
+                queries, q_packed, k_scratch, v_scratch, k_base, state, rule, scale, Hq // heads, S, i * stretch
+            )
         programs.attend_stretch[(blocks, heads, B)](
-            q_raw, q_packed, queries.start, queries.position, at.pages, at.table, k_scratch, v_scratch,
+            q_raw, q_packed, queries.start, queries.position, at.pages, at.table, k_scratch, v_scratch, k_base,
             lse if sinks is None else sinks, state, out, lse,
             q_raw.stride(0), q_raw.stride(1), q_packed.stride(0), q_packed.stride(1), at.table.stride(0), i * stretch, stretch,
             scale, softcap or 0.0,
@@ -178,7 +181,7 @@ def _attend_many(
 
 
 def _attend_whole(
-    queries: Queries, q: Tensor, k_scratch: Tensor, v_scratch: Tensor, state: Tensor, rule: Rule,
+    queries: Queries, q: Tensor, k_scratch: Tensor, v_scratch: Tensor, k_base: Tensor, state: Tensor, rule: Rule,
     scale: float, R: int, S: int, first_page: int,
 ) -> None:  # fmt: skip
     """Attend to what needs no mask in a stretch of decoded history (triton_prefill_hopper.py)."""
@@ -195,7 +198,7 @@ def _attend_whole(
         for rows, box in ((k_scratch.view(-1, DK), k_box), (v_scratch.view(-1, tokens), v_box))
     )
     hopper.attend_whole[(-(-queries.longest * R // hopper.M), heads, B)](
-        q, k_blocks, v_blocks, queries.start, queries.position, state, q.stride(0), q.stride(1), first_page, tokens // S, scale,
+        q, k_blocks, v_blocks, k_base, queries.start, queries.position, state, q.stride(0), q.stride(1), first_page, tokens // S, scale,
         HEADS=heads, R=R, S=S, DK=DK, DV=DV, SINK=rule.sink_pages, WINDOW=rule.window_pages, FIRST=first_page == 0,
         num_warps=4, maxnreg=hopper.REGISTERS,
     )  # fmt: skip

@@ -5,6 +5,8 @@ history as float16 into a scratch, and `attend_stretch` goes over it, raw pages 
 which the softmax's state waits in memory. Nothing dense of the size of the cache ever exists.
 
     scratch  K float16 [B, HEADS, tokens, DK], V float16 [B, HEADS, DV, tokens]: as in a page, but one stretch wide, and in the values' own domain
+    k_base   float32 [B, HEADS, DK]: the stretch's first key, which has been taken from all of them, so that float16 holds what tells keys apart: with
+             a bias of 200 in a channel it could not. Scores lack the product of a query with it, one number for all keys.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ FLOAT16_MAX = constexpr(65504.0)
 
 @triton.jit(do_not_specialize=["columns", "first_page", "stretch_pages"])
 def decode_pages(
-    start, position, pages, table, unrotate, k_scratch, v_scratch, columns, first_page, stretch_pages,
+    start, position, pages, table, unrotate, k_scratch, v_scratch, k_base, columns, first_page, stretch_pages,
     K: constexpr, V: constexpr, PAGE_NBYTES: constexpr, PAIR_NBYTES: constexpr, K_NBYTES: constexpr,
     HEADS: constexpr, S: constexpr, DK: constexpr, DV: constexpr, SINK: constexpr, WINDOW: constexpr, SLIDING: constexpr,
     ROTATED: constexpr,
@@ -62,41 +64,68 @@ def decode_pages(
         bottom = tl.maximum(bottom, tl.maximum(base - SLIDING + 1, 0) // S)
     if (tokens == 0) | (page < bottom) | (page >= (base + tokens - 1) // S - WINDOW):
         return
-    slab = pages + tl.load(table + sequence.to(tl.int64) * columns + page).to(tl.int64) * PAGE_NBYTES
-    slab += head * PAIR_NBYTES
-    pair = (sequence.to(tl.int64) * HEADS + head) * stretch_pages * S
-    k_out = k_scratch + (pair + tl.program_id(0) * S) * DK
-    _decode_slab(slab, k_out, unrotate, DK, K, S, DK, False)
-    v_out = v_scratch + pair * DV + tl.program_id(0) * S
-    _decode_slab(slab + K_NBYTES, v_out, unrotate, stretch_pages * S, V, DV, S, ROTATED)
+    table += sequence.to(tl.int64) * columns
+    slab = pages + tl.load(table + page).to(tl.int64) * PAGE_NBYTES + head * PAIR_NBYTES
+    first = tl.maximum(bottom, first_page)
+    first_slab = pages + tl.load(table + first).to(tl.int64) * PAGE_NBYTES + head * PAIR_NBYTES
+    pair = sequence.to(tl.int64) * HEADS + head
+    k_out = k_scratch + (pair * stretch_pages + tl.program_id(0)) * S * DK
+    _decode_keys(slab, first_slab, k_out, k_base + pair * DK, page == first, K, S, DK)
+    v_out = v_scratch + pair * stretch_pages * S * DV + tl.program_id(0) * S
+    _decode_values(slab + K_NBYTES, v_out, unrotate, stretch_pages * S, V, DV, S, ROTATED)
 
 
 @triton.jit
-def _decode_slab(
-    slab, out, unrotate, row_stride, TILE: constexpr, ROWS: constexpr, COLUMNS: constexpr, ROTATED: constexpr
-):
-    """Numbers of a tile [ROWS, COLUMNS] to out float16, rows row_stride apart; ROTATED: the rotation over rows undone first."""
-    ROW_PAD: constexpr = triton.next_power_of_2(ROWS)
-    row = tl.arange(0, ROW_PAD)[:, None]
-    WIDTH: constexpr = COLUMNS // fields_of(TILE)
+def _decode_keys(slab, first_slab, out, k_base, is_first, TILE: constexpr, S: constexpr, D: constexpr):
+    """Keys less the first row of first_slab to out float16 [S, D]; that row to k_base, if is_first."""
+    row = tl.arange(0, triton.next_power_of_2(S))[:, None]
     for field in tl.static_range(fields_of(TILE)):
-        column = field * WIDTH + tl.arange(0, triton.next_power_of_2(WIDTH))[None, :]
-        inside = (row < ROWS) & (column < (field + 1) * WIDTH)
-        numbers = _codes(slab, row, column, field, inside, TILE)
-        if has_scale(TILE):
-            numbers *= _term(slab, row, column, inside, TILE, False, ROWS, COLUMNS)
-        if has_zero(TILE):
-            numbers += _term(slab, row, column, inside, TILE, True, ROWS, COLUMNS)
-        numbers = tl.minimum(tl.maximum(numbers, -FLOAT16_MAX), FLOAT16_MAX)
+        column, inside = _columns(field, TILE, D)
+        base = _numbers(first_slab, row * 0, column, field, inside & (row >= 0), TILE, S, D)
+        numbers = _numbers(slab, row, column, field, inside & (row < S), TILE, S, D) - base
+        tl.store(out + row * D + column, numbers.to(tl.float16), mask=inside & (row < S))
+        tl.store(k_base + column + row * 0, base, mask=inside & (row == 0) & is_first)
+
+
+@triton.jit
+def _decode_values(
+    slab, out, unrotate, row_stride, TILE: constexpr, D: constexpr, S: constexpr, ROTATED: constexpr
+):  # fmt: skip
+    """Values to out float16 [D, S], rows row_stride apart; ROTATED: the rotation undone first."""
+    ROW_PAD: constexpr = triton.next_power_of_2(D)
+    row = tl.arange(0, ROW_PAD)[:, None]
+    for field in tl.static_range(fields_of(TILE)):
+        column, inside = _columns(field, TILE, S)
+        inside = inside & (row < D)
+        numbers = _numbers(slab, row, column, field, inside, TILE, D, S)
         if ROTATED:
             channel = tl.arange(0, ROW_PAD)
-            square = (channel < ROWS)[:, None] & (channel < ROWS)[None, :]
+            square = (channel < D)[:, None] & (channel < D)[None, :]
             # The matrix times sqrt(D) holds small numbers, +-1 for Hadamard's: exact in float16.
-            root = tl.sqrt_rn(tl.full((), ROWS, tl.float32))
-            matrix = tl.load(unrotate + channel[None, :] * ROWS + channel[:, None], mask=square, other=0.0) * root
+            root = tl.sqrt_rn(tl.full((), D, tl.float32))
+            matrix = tl.load(unrotate + channel[None, :] * D + channel[:, None], mask=square, other=0.0) * root
             total = tl.zeros(numbers.shape, tl.float32)
             numbers = product(matrix.to(tl.float16), numbers.to(tl.float16), total) / root
         tl.store(out + row * row_stride + column, numbers.to(tl.float16), mask=inside)
+
+
+@triton.jit
+def _columns(FIELD: constexpr, TILE: constexpr, COLUMNS: constexpr):
+    """(columns of the codes in field FIELD of the first plane's bytes, [1, power of 2]; which of them there are)."""
+    WIDTH: constexpr = COLUMNS // fields_of(TILE)
+    column = FIELD * WIDTH + tl.arange(0, triton.next_power_of_2(WIDTH))[None, :]
+    return column, column < (FIELD + 1) * WIDTH
+
+
+@triton.jit
+def _numbers(slab, row, column, FIELD: constexpr, inside, TILE: constexpr, ROWS: constexpr, COLUMNS: constexpr):
+    """Decoded numbers at rows [.., 1] and columns [1, ..] of a tile [ROWS, COLUMNS], float32 within float16's range."""
+    numbers = _codes(slab, row, column, FIELD, inside, TILE)
+    if has_scale(TILE):
+        numbers *= _term(slab, row, column, inside, TILE, False, ROWS, COLUMNS)
+    if has_zero(TILE):
+        numbers += _term(slab, row, column, inside, TILE, True, ROWS, COLUMNS)
+    return tl.minimum(tl.maximum(numbers, -FLOAT16_MAX), FLOAT16_MAX)
 
 
 @triton.jit
@@ -175,9 +204,9 @@ def _update(scores, scale, v, acc, top, total, DTYPE: constexpr):
 
 
 @triton.jit
-def _scores(q, k, scale, softcap, SOFTCAP: constexpr, M: constexpr, COLUMNS: constexpr):
-    """q [M, DK] times k [DK, n]; with SOFTCAP scaled and capped."""
-    scores = product(q, k, tl.zeros((M, COLUMNS), tl.float32))
+def _scores(q, k, lack, scale, softcap, SOFTCAP: constexpr, M: constexpr, COLUMNS: constexpr):
+    """q [M, DK] times k [DK, n], plus `lack` [M]; with SOFTCAP scaled and capped."""
+    scores = product(q, k, tl.broadcast_to(lack[:, None], (M, COLUMNS)))
     if SOFTCAP:
         scores = softcap * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (scale * 2.0 * LOG2E / softcap))))
     return scores
@@ -205,7 +234,7 @@ def whole_blocks(
 
 @triton.jit(do_not_specialize=["raw_columns", "first_page", "stretch_pages"])
 def attend_stretch(
-    q_raw, q_packed, start, position, raw_pages, raw_table, k_scratch, v_scratch, sinks, state, out, lse,
+    q_raw, q_packed, start, position, raw_pages, raw_table, k_scratch, v_scratch, k_base, sinks, state, out, lse,
     q_raw_stride_t, q_raw_stride_h, q_packed_stride_t, q_packed_stride_h, raw_columns, first_page, stretch_pages, scale, softcap,
     RAW_BFLOAT16: constexpr, RAW_PAGE_NBYTES: constexpr, RAW_PAIR_NBYTES: constexpr, RAW_K_NBYTES: constexpr,
     HEADS: constexpr, R: constexpr, S: constexpr, DK: constexpr, DV: constexpr, M: constexpr, N: constexpr,
@@ -255,6 +284,7 @@ def attend_stretch(
         sink_pages = tl.minimum(t_high // S + 1, SINK)
         recent = tl.maximum(sink_pages, t_low // S - WINDOW)
         slot = tl.arange(0, S)
+        lack = tl.zeros((M,), tl.float32)
         for i in range(sink_pages + t_high // S + 1 - recent):
             page = tl.where(i < sink_pages, i, i - sink_pages + recent)
             held = tl.load(raw_table + sequence.to(tl.int64) * raw_columns + page)
@@ -268,7 +298,7 @@ def attend_stretch(
             seen = ((page < SINK) | (page >= t // S - WINDOW))[:, None] & (key <= t[:, None]) & inside[None, :]
             if SLIDING > 0:
                 seen = seen & (key > t[:, None] - SLIDING)
-            scores = tl.where(seen, _scores(q, k, scale, softcap, SOFTCAP, M, S), float("-inf"))
+            scores = tl.where(seen, _scores(q, k, lack, scale, softcap, SOFTCAP, M, S), float("-inf"))
             acc, top, total = _update(scores, gain, v, acc, top, total, dtype)
 
     if HAS_PACKED:
@@ -281,6 +311,8 @@ def attend_stretch(
         high = tl.minimum(t_high // S - WINDOW - first_page, stretch_pages) * S
         if WHOLE_DONE:
             low = whole
+        base_at = k_base + (sequence.to(tl.int64) * HEADS + head) * DK + kc
+        lack = tl.sum(q.to(tl.float32) * tl.load(base_at, mask=(kc < DK) & (low < high), other=0.0)[None, :], axis=1)
         key = tl.arange(0, N)
         for i in range(low, whole, N):
             k = tl.load(k_pair + (i + key)[None, :] * DK + kc[:, None], mask=(kc < DK)[:, None], other=0.0)
@@ -288,7 +320,7 @@ def attend_stretch(
                 v_pair + vc[None, :] * (stretch_pages * S) + (i + key)[:, None], mask=(vc < DV)[None, :], other=0.0
             )
             acc, top, total = _update(
-                _scores(q, k, scale, softcap, SOFTCAP, M, N), gain, v, acc, top, total, tl.float16
+                _scores(q, k, lack, scale, softcap, SOFTCAP, M, N), gain, v, acc, top, total, tl.float16
             )
         for i in range(whole, high, N):
             inside = i + key < high
@@ -304,7 +336,7 @@ def attend_stretch(
             seen = (place // S < (t // S - WINDOW)[:, None]) & inside[None, :]
             if SLIDING > 0:
                 seen = seen & (place > t[:, None] - SLIDING)
-            scores = tl.where(seen, _scores(q, k, scale, softcap, SOFTCAP, M, N), float("-inf"))
+            scores = tl.where(seen, _scores(q, k, lack, scale, softcap, SOFTCAP, M, N), float("-inf"))
             acc, top, total = _update(scores, gain, v, acc, top, total, tl.float16)
 
     if LAST:

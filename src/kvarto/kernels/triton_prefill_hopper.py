@@ -3,9 +3,9 @@
 `attend_stretch` (triton_prefill.py) does all of a prefill; Triton lets it use half of what the tensor cores can do, because scores, softmax and
 values follow one another. Where this program can run it goes first over what needs no mask, and leaves the state from which `attend_stretch` goes on.
 
-Three teams share a multiprocessor (as in FlashAttention-3, Shah et al. 2024): one fetches blocks of keys and values with the copy engine, and two warp
-groups with 64 query rows each work on them. A group's softmax runs while its own last products with the values, and the other group's products, are
-on the tensor cores.
+Three teams share a multiprocessor (as in FlashAttention-3, Shah et al. 2024): one fetches blocks of keys and values with the copy engine, and two
+groups of warps, with 64 query rows each, work on them. A group's softmax runs while its own last products with the values, and the other group's
+products, are on the tensor cores.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _LOG2E = gl.constexpr(1.4426950408889634)
 
 @gluon.jit(do_not_specialize=["first_page", "stretch_pages"])
 def attend_whole(
-    q, k_blocks, v_blocks, start, position, state, q_stride_t, q_stride_h, first_page, stretch_pages, scale,
+    q, k_blocks, v_blocks, k_base, start, position, state, q_stride_t, q_stride_h, first_page, stretch_pages, scale,
     HEADS: gl.constexpr, R: gl.constexpr, S: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr,
     SINK: gl.constexpr, WINDOW: gl.constexpr, FIRST: gl.constexpr,
 ):  # fmt: skip
@@ -75,7 +75,7 @@ def attend_whole(
         mbarrier.init(barriers.index(3 * _STAGES + i), count=2)  # and with the values
     fence_async_shared()
     pair = sequence * HEADS + head
-    rows = (begin, head, first_row, count)
+    rows = (begin, head, first_row, count, k_base + pair * DK)
     ring = (q_rows, k_ring, v_ring, barriers)
     gl.warp_specialize(
         [
@@ -123,7 +123,7 @@ def _attend(
     HEADS: gl.constexpr, R: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, FIRST: gl.constexpr,
 ):  # fmt: skip
     """The team that works on rows 64 * GROUP .. of the block."""
-    begin, head, first_row, count = rows
+    begin, head, first_row, count, k_base = rows
     q_rows, k_ring, v_ring, barriers = ring
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _N, 16])
     out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
@@ -145,8 +145,11 @@ def _attend(
         top = gl.convert_layout(gl.load(at + DV, mask=inside, other=0.0), by_row)
         total = gl.convert_layout(gl.load(at + DV + 1, mask=inside, other=0.0), by_row)
 
+    queries = q_rows.index(GROUP)
+    lack = gl.zeros([_G], gl.float32, by_row)
     if blocks > 0:
-        queries = q_rows.index(GROUP)
+        lack = _dot(queries, k_base, DK, scores_layout) * gain
+        top -= lack  # of scores that lack it, until the end
         mbarrier.wait(barriers.index(0), 0)
         scores = warpgroup_mma(queries, k_ring.index(0).permute((1, 0)), nothing, use_acc=False)
         mbarrier.arrive(barriers.index(2 * _STAGES), count=1)
@@ -174,8 +177,17 @@ def _attend(
         out = warpgroup_mma(weights, v_ring.index(slot).permute((1, 0)), out)
 
     gl.store(at[:, None] + channel[None, :], out, mask=inside[:, None])
-    gl.store(at + DV, gl.convert_layout(top, out_by_row), mask=inside)
+    gl.store(at + DV, gl.convert_layout(top + lack, out_by_row), mask=inside)
     gl.store(at + DV + 1, gl.convert_layout(total, out_by_row), mask=inside)
+
+
+@gluon.jit
+def _dot(queries, base, DK: gl.constexpr, rows_layout: gl.constexpr):
+    """float32 [GROUP]: query rows times `base`, a pointer to float32 [DK]."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DK, 16])
+    numbers = gl.load(base + gl.arange(0, DK, gl.SliceLayout(0, layout)))
+    products = queries.load(layout).to(gl.float32) * numbers[None, :]
+    return gl.convert_layout(gl.sum(products, axis=1), gl.SliceLayout(1, rows_layout))
 
 
 @gluon.jit
