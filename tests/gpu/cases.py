@@ -6,8 +6,8 @@ that are not filled yet hold NaN, and the tables name only pages that a query ma
 **Tolerances** follow from what the tensor cores' operands are rounded to; nothing else is worth mentioning in float32.
     packed V   p times the token's scale becomes float16: off by at most 2^-12 of the span of the token's values, zero point included. These
                errors are independent, so over tokens they add like p * span in a root of squares; twice that is allowed.
-    packed K   q times a channel's scale becomes float16, so scores are off by about 2^-12 |q * span of the channel|; keys that a prefill
-               decodes first are off by 2^-12 of themselves. Twice that is allowed for the scores, and what it does to p.
+    packed K   q times a channel's scale becomes float16, so scores are off by about 2^-12 |q * span of the channel|; a prefill decodes keys first,
+               less one of them, which is off by as much. Twice that is allowed for the scores, and what it does to p.
     raw        bfloat16 p: 2^-9 of p * |v|, and again twice that. Packed bfloat16 pages likewise.
 For one token of normal numbers that is .003 of the output for packed pages and .004 for raw ones.
 
@@ -131,7 +131,7 @@ class Case:
             lse = torch.logaddexp(lse, self.sinks.double().view(heads, -1))
         p = torch.exp(score - lse[..., None])
         out = forms[0].out(p) + forms[1].out(p)
-        score_error = 2 * FLOAT16 * self.scale * forms[0].key_size(q, decoded=self.queries.longest > PREFILL_TOKENS)
+        score_error = 2 * FLOAT16 * self.scale * forms[0].key_size(q)
         limit = sum(form.value_error(p) for form in forms) + score_error * (
             forms[0].value_size(p) + out[0].norm(dim=-1)
         )
@@ -156,13 +156,12 @@ class _Form:
         """Probabilities [T, Hkv, R, tokens] to [T, Hkv, R, Dv]."""
         return torch.einsum("thrn,hnd->thrd", p * self.seen, self.v)
 
-    def key_size(self, q: Tensor, *, decoded: bool) -> Tensor:
-        """|q * the channels' spans (decoded: largest keys)|, [T, Hkv, R]; 0 where q and k are multiplied as they are."""
+    def key_size(self, q: Tensor) -> Tensor:
+        """|q * the channels' spans|, [T, Hkv, R]; 0 where q and k are multiplied as they are."""
         k = self.k[:, self._read]
         if self._bfloat16 or not k.shape[1]:
             return q.new_zeros(q.shape[:-1])
-        size = k.abs().amax(dim=1) if decoded else k.amax(dim=1) - k.amin(dim=1)
-        return _norm(q * size[:, None])
+        return _norm(q * (k.amax(dim=1) - k.amin(dim=1))[:, None])
 
     def value_size(self, p: Tensor) -> Tensor:
         """Root of the sum of squares of p * |v|, [T, Hkv, R]."""

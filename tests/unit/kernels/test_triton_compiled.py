@@ -10,19 +10,15 @@ A name with a + is the program whose slabs are copied to shared memory ahead: al
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import pytest
+from hopper import aligned, examine, hopper, run_in_another_process
 
 REGISTERS = 168
 STACK_BYTES = 160
@@ -64,15 +60,8 @@ class Compiled:
 
 def test_what_the_compiler_makes_of_the_packed_kernel(tmp_path: Path) -> None:
     """One test of all formats, so that test processes that share the work compile them once."""
-    if reason := _why_not():
-        pytest.skip(reason)
-    # Whether programs are interpreted is decided when Triton is imported, so they are compiled in another process, and always anew.
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    command = [sys.executable, str(Path(__file__)), *EXPECTED]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    compiled = {name: Compiled(**numbers) for name, numbers in json.loads(done.stdout).items()}
+    printed = run_in_another_process(__file__, *EXPECTED, cache=tmp_path)
+    compiled = {name: Compiled(**numbers) for name, numbers in printed.items()}
     faults = [f"{name}: {fault}" for name in EXPECTED for fault in _faults(name, compiled[name])]
     assert not faults, "\n".join(faults)
 
@@ -91,31 +80,12 @@ def _faults(name: str, got: Compiled) -> Iterator[str]:
         yield f"halves are taken apart, or worse: {got.instructions} instructions, not up to {expected.instructions}"
 
 
-def _why_not() -> str | None:
-    """Why nothing can be compiled here, or None."""
-    for package in ("torch", "triton"):
-        if find_spec(package) is None:
-            return f"{package} is not installed"
-    for tool in ("ptxas", "cuobjdump"):
-        if not _tool(tool).exists():
-            return f"this triton brings no {tool}"
-    return None
-
-
-def _tool(name: str) -> Path:
-    spec = find_spec("triton")
-    assert spec is not None
-    assert spec.origin is not None
-    return Path(spec.origin).parent / "backends" / "nvidia" / "bin" / name
-
-
 # ---- in the other process --------------------------------------------------------------------------------------------
 
 
 def _compile(name: str) -> Any:
     """The packed kernel as a decode step of 4 query heads for each of 8 KV heads, D = 128, launches it on an H200."""
     import triton
-    from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     from kvarto.formats import parse_format
@@ -136,27 +106,14 @@ def _compile(name: str) -> Any:
         argument: "constexpr" if argument in constants else types.get(argument, "i32")
         for argument in attend_packed.arg_names
     }
-    # What a launch finds out about its arguments: pointers and the strides of q are multiples of 16.
-    aligned = {
-        (i,): [["tt.divisibility", 16]]
-        for i, (argument, kind) in enumerate(signature.items())
-        if kind.startswith("*") or argument.startswith("q_")
-    }
-    source = ASTSource(attend_packed, signature, constants, aligned)
+    source = ASTSource(attend_packed, signature, constants, aligned(signature, "q_"))
     options = {"num_warps": 1, "num_stages": 1, "maxnreg": REGISTERS}
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return triton.compile(source, target=hopper(), options=options)
 
 
 def _examine(cubin: bytes) -> Compiled:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        usage, assembly = (
-            subprocess.run([_tool("cuobjdump"), option, file.name], capture_output=True, text=True, check=True).stdout
-            for option in ("-res-usage", "-sass")
-        )
-    numbers = {key: int(number) for key, number in re.findall(r"(REG|STACK):(\d+)", usage)}
-    counts = Counter(_main_loop(assembly))
+    numbers, instructions = examine(cubin)
+    counts = Counter(_main_loop(instructions))
     return Compiled(
         numbers["REG"],
         numbers["STACK"],
@@ -167,13 +124,11 @@ def _examine(cubin: bytes) -> Compiled:
     )
 
 
-def _main_loop(assembly: str) -> list[str]:
+def _main_loop(instructions: list[tuple[int, str, str]]) -> list[str]:
     """The kinds of instructions (HMMA, LDS ...) between the target of the widest backward branch and the branch: the loop over pages.
 
     What stands behind the program's end is no part of it: there an unlucky wait goes on and then branches back.
     """
-    found = re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9]+)(.*?);", assembly)
-    instructions = [(int(address, 16), kind, rest) for address, kind, rest in found]
     loops = [
         (address - int(target[1], 16), int(target[1], 16), address)
         for address, kind, rest in instructions
