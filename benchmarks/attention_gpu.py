@@ -45,7 +45,7 @@ QUARTILES = ("quartile_low", "median", "quartile_high")
 FORMATS = ("int4", "int2", "kivi2", "kivi4", "int8", "fp8", "bf16")
 PREFILL_FORMATS = ("int4", "fp8", "bf16")
 DECODE = (Work(1, 131072), Work(8, 32768), Work(32, 32768), Work(64, 8192), Work(64, 1024), Work(256, 2048))
-PREFILL = (Work(1, 8192, 8192), Work(1, 32768, 32768), Work(1, 32768, 2048))
+PREFILL = (Work(1, 32768, 2048), Work(1, 8192, 8192), Work(1, 32768, 32768))
 WRONG_PEER = 0.1  # Relative error: FP8 queries and keys, without scales, give a few percent.
 SHORT_BAR = 0.97  # of the faster BF16 peer, where a context has no more than SHORT_TOKENS
 SHORT_TOKENS = 1024
@@ -323,6 +323,8 @@ def measure_all(
             console.print(f"these peers' results are wrong, and so their times say nothing: {wrong}", markup=False)
         report.setdefault(title, []).append(measured.as_json(report["bandwidth"]))
         results.append(measured)
+        if options.out:  # as far as it is: a run may be cut off
+            write(report, options.out)
         if HAS_GPU:
             torch.cuda.empty_cache()
     return results
