@@ -200,6 +200,11 @@ class Plan:
         return max(self.column_pad // 32, 2)
 
     @property
+    def fold(self) -> int:
+        """F of a folded tile (kernels/triton_seal_slab.py): a thread holds 32 rows of a column."""
+        return max(self.row_pad // 32, 1)
+
+    @property
     def bits(self) -> int:
         """Bits of the codes that all columns have."""
         return sum(plane.bits for plane in self.planes if not plane.runs)

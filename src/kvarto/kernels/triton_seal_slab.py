@@ -53,17 +53,19 @@ def seal(
 @triton.jit
 def _seal_slab(raw, slab, saturated, scales, head, P: tl.constexpr):
     """raw: the raw slab, slab: where the sealed one goes; pointers to uint8."""
-    x = _load_raw(raw, P)
-    if P.method == "cast":
-        clamped = _cast(x, slab, scales, head, P)
-    elif P.method == "range":
-        clamped = _count(x, P.limit)
-        _range(x, slab, P)
-    else:
+    if P.method == "refine":
+        x = _load_folded(raw, P)
         if len(P.minus) > 0:
             x = _rotate(x, P)
         clamped = _count(x, P.limit)
         _refine(x, slab, P)
+    else:
+        x = _load_raw(raw, P)
+        if P.method == "cast":
+            clamped = _cast(x, slab, scales, head, P)
+        else:
+            clamped = _count(x, P.limit)
+            _range(x, slab, P)
     for i in tl.static_range(len(P.gaps)):
         byte = P.gaps[i][0] + tl.arange(0, 16)
         tl.store(slab + byte, tl.zeros((16,), tl.uint8), mask=byte < P.gaps[i][1])
@@ -80,9 +82,15 @@ def _rows(P: tl.constexpr):
     """Row of the tile that each padded row holds, [R, 1]; P.rows or more where there is none."""
     place = tl.arange(0, P.row_pad)[:, None]
     if P.odd > 1:
-        among = (tl.full((1, 1), P.order, tl.int64) >> (4 * (place % P.odd_pad)).to(tl.int64)).to(tl.int32) & 15
+        among = _among(place, P)
         place = tl.where(among < P.odd, place // P.odd_pad * P.odd + among, P.rows)
     return place
+
+
+@triton.jit
+def _among(place, P: tl.constexpr):
+    """Which of the `odd` channels that are together a padded row holds; 15 for none."""
+    return (tl.full((1, 1), P.order, tl.int64) >> (4 * (place % P.odd_pad)).to(tl.int64)).to(tl.int32) & 15
 
 
 @triton.jit
@@ -117,6 +125,57 @@ def _load(raw, at, inside, P: tl.constexpr):
     if P.raw_dtype == "float16":
         return tl.load(raw.to(tl.pointer_type(tl.float16)) + at, mask=inside, other=0.0).to(tl.float32)
     return tl.load(raw.to(tl.pointer_type(tl.float32)) + at, mask=inside, other=0.0)
+
+
+@triton.jit
+def _load_folded(raw, P: tl.constexpr):
+    """The raw slab folded, padding 0; rows in plain order.
+
+    A fit adds over rows again and again. So a tile [R, C] that is fitted is held as [C * F, R / F], F = P.fold: row h * F + l of column c stands at
+    [c * F + l, h]. Threads lie along the first axis (where no axis has neighbours in memory, the compiler takes that one), so that a thread has all h
+    of a column, and the rest of a sum is between neighbouring lanes.
+    """
+    row, column = _folded_row(P), _folded_column(P)
+    return _load(raw, row * P.columns + column, (row < P.rows) & (column < P.columns), P)
+
+
+@triton.jit
+def _folded_row(P: tl.constexpr):
+    """Padded row that stands at each place of a folded tile, [C * F, R / F]."""
+    return tl.arange(0, P.row_pad // P.fold)[None, :] * P.fold + tl.arange(0, P.column_pad * P.fold)[:, None] % P.fold
+
+
+@triton.jit
+def _folded_column(P: tl.constexpr):
+    """Column that stands at each place of a folded tile, [C * F, 1]; P.columns or more where there is none."""
+    place = tl.arange(0, P.column_pad * P.fold)[:, None] // P.fold
+    if P.run_pad > P.run:
+        place = tl.where(place % P.run_pad < P.run, place // P.run_pad * P.run + place % P.run_pad, P.columns)
+    return place
+
+
+@triton.jit
+def _folded_inside(P: tl.constexpr):
+    """Where a folded tile whose rows stand as `_rows` says has rows, [C * F, R / F]."""
+    if P.odd > 1:
+        inside = _among(_folded_row(P), P) < P.odd
+    else:
+        inside = _folded_row(P) < P.rows
+    return inside
+
+
+@triton.jit
+def _unfold(x, P: tl.constexpr):
+    """[C * F, R / F] to [R, C]."""
+    x = tl.reshape(x, (P.column_pad, P.fold, P.row_pad // P.fold))
+    return tl.reshape(tl.permute(x, (2, 1, 0)), (P.row_pad, P.column_pad))
+
+
+@triton.jit
+def _fold(x, P: tl.constexpr):
+    """[R, C] to [C * F, R / F]."""
+    x = tl.permute(tl.reshape(x, (P.row_pad // P.fold, P.fold, P.column_pad)), (2, 1, 0))
+    return tl.reshape(x, (P.column_pad * P.fold, P.row_pad // P.fold))
 
 
 # ---- floats to floats ----------------------------------------------------------------------------------------------
@@ -226,33 +285,34 @@ def _quantize(x, scale, zero, highest):
     return _within(_round(tl.div_rn(x - zero, scale)), highest)
 
 
-# ---- least squares -------------------------------------------------------------------------------------------------
+# ---- least squares: folded tiles -----------------------------------------------------------------------------------
 
 
 @triton.jit
 def _refine(x, slab, P: tl.constexpr):
-    """affine.refine of each column, whose rows stand as `_rows` says."""
-    rows, columns = _rows(P) < P.rows, _columns(P.column_pad, P)
+    """affine.refine of each column of a folded tile, whose rows stand as `_rows` says."""
+    rows, columns = _folded_inside(P), _folded_column(P)
     x, highest = _clamp(x, FLOAT16_MAX), _highest(P)
     mean = _halving_mean(x, P)
     # A sum of minus zeros is one; but zeros of padding and the interpreter's sum, which begins with 0, take the sign.
-    most = tl.max(tl.where(rows, x.to(tl.int32, bitcast=True), INT_MIN), axis=0, keep_dims=True)
+    most = _most(tl.where(rows, x.to(tl.int32, bitcast=True), INT_MIN), P)
     mean = tl.where(most == INT_MIN, most.to(tl.float32, bitcast=True), mean)
     centred = tl.where(rows, x - mean, 0.0)
     variance = _halving_mean(centred * centred, P)
-    lo = tl.min(tl.where(rows, x, float("inf")), axis=0, keep_dims=True)
-    hi = tl.max(tl.where(rows, x, float("-inf")), axis=0, keep_dims=True)
+    lo = _least(tl.where(rows, x, float("inf")), P)
+    hi = _most(tl.where(rows, x, float("-inf")), P)
     scale, zero = _scale(tl.div_rn(hi - lo, highest)), _half(lo)
     for _ in range(ROUNDS):
         slope, code_mean, fits = _slope(x, centred, scale, zero, highest, rows, variance, False, P)
         scale = _scale(tl.where(fits, slope, scale))
         zero = _half(mean - scale * code_mean)
     # The codes are those of this scale; the one that is stored with them keeps the variance.
-    _store_codes(_quantize(x, scale, zero, highest).to(tl.int32), slab, P)
+    _store_codes(_unfold(_quantize(x, scale, zero, highest).to(tl.int32), P), slab, P)
     slope, code_mean, fits = _slope(x, centred, scale, zero, highest, rows, variance, True, P)
     scale = _scale(tl.where(fits, slope, scale))
     zero = _half(mean - scale * code_mean)
-    _store_terms(scale, zero, slab, columns, columns < P.columns, P)
+    first = tl.arange(0, P.column_pad * P.fold)[:, None] % P.fold == 0
+    _store_terms(scale, zero, slab, columns, first & (columns < P.columns), P)
 
 
 @triton.jit
@@ -270,9 +330,9 @@ def _slope(x, centred, scale, zero, highest, rows, variance, LAST: tl.constexpr,
 
 @triton.jit
 def _highest(P: tl.constexpr):
-    """The highest code of each column, float32 [1, C]."""
-    run = tl.arange(0, P.column_pad)[None, :] // P.run_pad
-    bits = tl.full((1, P.column_pad), P.bits, tl.int32)
+    """The highest code of each column, float32 [C * F, 1]."""
+    run = tl.arange(0, P.column_pad * P.fold)[:, None] // (P.run_pad * P.fold)
+    bits = tl.full((P.column_pad * P.fold, 1), P.bits, tl.int32)
     for i in tl.static_range(len(P.planes)):
         for field in tl.static_range(len(P.planes[i].runs)):
             bits += tl.where(run == P.planes[i].runs[field], P.planes[i].bits, 0)
@@ -281,34 +341,72 @@ def _highest(P: tl.constexpr):
 
 @triton.jit
 def _halving_mean(x, P: tl.constexpr):
-    """codecs.base.halving_mean over rows: [R, C] to [1, C]."""
-    rows: tl.constexpr = P.row_pad
-    for i in tl.static_range(P.row_pad.bit_length() - 1):
-        x = tl.sum(tl.reshape(x, (2, (rows >> i) // 2, P.column_pad)), axis=0)
-    return tl.div_rn(x, tl.full((1, P.column_pad), P.rows, tl.float32))
+    """codecs.base.halving_mean over rows, [C * F, 1]: halves of h first, then of l, where both of two lanes get their sum."""
+    high: tl.constexpr = P.row_pad // P.fold
+    for i in tl.static_range(high.bit_length() - 1):
+        x = tl.sum(tl.reshape(x, (P.column_pad * P.fold, 2, (high >> i) // 2)), axis=1)
+    x = tl.reshape(x, (P.column_pad * P.fold, 1))
+    for i in tl.static_range(P.fold.bit_length() - 1):
+        pair = _pairs(x, P.fold >> (i + 1), P)
+        x = _both(tl.sum(pair, axis=1, keep_dims=True), pair, P)
+    return tl.div_rn(x, tl.full(x.shape, P.rows, tl.float32))
+
+
+@triton.jit
+def _most(x, P: tl.constexpr):
+    """Maximum of each column, [C * F, 1]."""
+    x = tl.max(x, axis=1, keep_dims=True)
+    for i in tl.static_range(P.fold.bit_length() - 1):
+        pair = _pairs(x, 1 << i, P)
+        x = _both(tl.max(pair, axis=1, keep_dims=True), pair, P)
+    return x
+
+
+@triton.jit
+def _least(x, P: tl.constexpr):
+    """Minimum of each column, [C * F, 1]."""
+    x = tl.min(x, axis=1, keep_dims=True)
+    for i in tl.static_range(P.fold.bit_length() - 1):
+        pair = _pairs(x, 1 << i, P)
+        x = _both(tl.min(pair, axis=1, keep_dims=True), pair, P)
+    return x
+
+
+@triton.jit
+def _pairs(x, APART: tl.constexpr, P: tl.constexpr):
+    """[C * F, 1] with what is APART along a new axis of 2."""
+    return tl.reshape(x, (P.column_pad * P.fold // (2 * APART), 2, APART))
+
+
+@triton.jit
+def _both(x, pair, P: tl.constexpr):
+    """[.., 1, ..] to both of `_pairs`, as [C * F, 1]."""
+    return tl.reshape(tl.broadcast_to(x, pair.shape), (P.column_pad * P.fold, 1))
 
 
 @triton.jit
 def _rotate(x, P: tl.constexpr):
-    """hadamard.transform over rows, which stand in plain order before and as `_rows` says after; padding 0."""
+    """hadamard.transform over the rows of a folded tile, which stand in plain order before and as `_rows` says after; padding 0."""
     x = _clamp(x, P.rotation_limit)
     power: tl.constexpr = P.rows // len(P.minus)
     for i in tl.static_range(power.bit_length() - 1):
         x = _butterfly(x, 1 << i, P)
     if len(P.minus) > 1:
-        x = _signed_sums(x, power, P)
+        x = _fold(_signed_sums(_unfold(x, P), power, P), P)
     return x * P.root
 
 
 @triton.jit
 def _butterfly(x, HALF: tl.constexpr, P: tl.constexpr):
     """Sum and difference of rows that are HALF apart, in place."""
-    x = tl.reshape(x, (P.row_pad // (2 * HALF), 2, HALF * P.column_pad))
+    high: tl.constexpr = P.row_pad // P.fold
+    apart: tl.constexpr = HALF * high if HALF < P.fold else HALF // P.fold
+    x = tl.reshape(x, (P.row_pad * P.column_pad // (2 * apart), 2, apart))
     bits = x.to(tl.int32, bitcast=True)
     # The other of the two: both together, as integers, less this one.
     other = (tl.sum(bits, axis=1, keep_dims=True) - bits).to(tl.float32, bitcast=True)
     x = tl.where(tl.arange(0, 2)[None, :, None] == 0, x + other, other - x)
-    return tl.reshape(x, (P.row_pad, P.column_pad))
+    return tl.reshape(x, (P.column_pad * P.fold, high))
 
 
 @triton.jit
