@@ -201,8 +201,8 @@ class Plan:
 
     @property
     def fold(self) -> int:
-        """F of a folded tile (kernels/triton_seal_slab.py): a thread holds 32 rows of a column."""
-        return max(self.row_pad // 32, 1)
+        """F of a folded tile (kernels/triton_seal_slab.py): a thread holds 16 rows of two columns."""
+        return max(self.row_pad // 16, 1)
 
     @property
     def bits(self) -> int:

@@ -131,9 +131,9 @@ def _load(raw, at, inside, P: tl.constexpr):
 def _load_folded(raw, P: tl.constexpr):
     """The raw slab folded, padding 0; rows in plain order.
 
-    A fit adds over rows again and again. So a tile [R, C] that is fitted is held as [C * F, R / F], F = P.fold: row h * F + l of column c stands at
-    [c * F + l, h]. Threads lie along the first axis (where no axis has neighbours in memory, the compiler takes that one), so that a thread has all h
-    of a column, and the rest of a sum is between neighbouring lanes.
+    A fit adds over rows again and again. So a tile [R, C] that is fitted is held as [C * F, R / F], F = P.fold: of columns 2 c and 2 c + 1, row
+    h * F + l stands at [(c * F + l) * 2 + 0 or 1, h]. Those are neighbours in memory, so the compiler lays threads along the first axis: a thread has
+    all h of two columns, and the rest of a sum is between neighbouring lanes.
     """
     row, column = _folded_row(P), _folded_column(P)
     return _load(raw, row * P.columns + column, (row < P.rows) & (column < P.columns), P)
@@ -142,13 +142,26 @@ def _load_folded(raw, P: tl.constexpr):
 @triton.jit
 def _folded_row(P: tl.constexpr):
     """Padded row that stands at each place of a folded tile, [C * F, R / F]."""
-    return tl.arange(0, P.row_pad // P.fold)[None, :] * P.fold + tl.arange(0, P.column_pad * P.fold)[:, None] % P.fold
+    return tl.arange(0, P.row_pad // P.fold)[None, :] * P.fold + _lane(P)
+
+
+@triton.jit
+def _lane(P: tl.constexpr):
+    """l of each place of a folded tile, [C * F, 1]."""
+    return tl.arange(0, P.column_pad * P.fold)[:, None] // 2 % P.fold
+
+
+@triton.jit
+def _padded_column(P: tl.constexpr):
+    """Padded column that stands at each place of a folded tile, [C * F, 1]."""
+    place = tl.arange(0, P.column_pad * P.fold)[:, None]
+    return place // (2 * P.fold) * 2 + place % 2
 
 
 @triton.jit
 def _folded_column(P: tl.constexpr):
     """Column that stands at each place of a folded tile, [C * F, 1]; P.columns or more where there is none."""
-    place = tl.arange(0, P.column_pad * P.fold)[:, None] // P.fold
+    place = _padded_column(P)
     if P.run_pad > P.run:
         place = tl.where(place % P.run_pad < P.run, place // P.run_pad * P.run + place % P.run_pad, P.columns)
     return place
@@ -167,15 +180,15 @@ def _folded_inside(P: tl.constexpr):
 @triton.jit
 def _unfold(x, P: tl.constexpr):
     """[C * F, R / F] to [R, C]."""
-    x = tl.reshape(x, (P.column_pad, P.fold, P.row_pad // P.fold))
-    return tl.reshape(tl.permute(x, (2, 1, 0)), (P.row_pad, P.column_pad))
+    x = tl.reshape(x, (P.column_pad // 2, P.fold, 2, P.row_pad // P.fold))
+    return tl.reshape(tl.permute(x, (3, 1, 0, 2)), (P.row_pad, P.column_pad))
 
 
 @triton.jit
 def _fold(x, P: tl.constexpr):
     """[R, C] to [C * F, R / F]."""
-    x = tl.permute(tl.reshape(x, (P.row_pad // P.fold, P.fold, P.column_pad)), (2, 1, 0))
-    return tl.reshape(x, (P.column_pad * P.fold, P.row_pad // P.fold))
+    x = tl.reshape(x, (P.row_pad // P.fold, P.fold, P.column_pad // 2, 2))
+    return tl.reshape(tl.permute(x, (2, 1, 3, 0)), (P.column_pad * P.fold, P.row_pad // P.fold))
 
 
 # ---- floats to floats ----------------------------------------------------------------------------------------------
@@ -311,8 +324,7 @@ def _refine(x, slab, P: tl.constexpr):
     slope, code_mean, fits = _slope(x, centred, scale, zero, highest, rows, variance, True, P)
     scale = _scale(tl.where(fits, slope, scale))
     zero = _half(mean - scale * code_mean)
-    first = tl.arange(0, P.column_pad * P.fold)[:, None] % P.fold == 0
-    _store_terms(scale, zero, slab, columns, first & (columns < P.columns), P)
+    _store_terms(scale, zero, slab, columns, (_lane(P) == 0) & (columns < P.columns), P)
 
 
 @triton.jit
@@ -331,7 +343,7 @@ def _slope(x, centred, scale, zero, highest, rows, variance, LAST: tl.constexpr,
 @triton.jit
 def _highest(P: tl.constexpr):
     """The highest code of each column, float32 [C * F, 1]."""
-    run = tl.arange(0, P.column_pad * P.fold)[:, None] // (P.run_pad * P.fold)
+    run = _padded_column(P) // P.run_pad
     bits = tl.full((P.column_pad * P.fold, 1), P.bits, tl.int32)
     for i in tl.static_range(len(P.planes)):
         for field in tl.static_range(len(P.planes[i].runs)):
@@ -374,8 +386,8 @@ def _least(x, P: tl.constexpr):
 
 @triton.jit
 def _pairs(x, APART: tl.constexpr, P: tl.constexpr):
-    """[C * F, 1] with what is APART along a new axis of 2."""
-    return tl.reshape(x, (P.column_pad * P.fold // (2 * APART), 2, APART))
+    """[C * F, 1] with what has l APART along a new axis of 2."""
+    return tl.reshape(x, (P.column_pad * P.fold // (4 * APART), 2, 2 * APART))
 
 
 @triton.jit
@@ -400,7 +412,7 @@ def _rotate(x, P: tl.constexpr):
 def _butterfly(x, HALF: tl.constexpr, P: tl.constexpr):
     """Sum and difference of rows that are HALF apart, in place."""
     high: tl.constexpr = P.row_pad // P.fold
-    apart: tl.constexpr = HALF * high if HALF < P.fold else HALF // P.fold
+    apart: tl.constexpr = 2 * HALF * high if P.fold > HALF else HALF // P.fold
     x = tl.reshape(x, (P.row_pad * P.column_pad // (2 * apart), 2, apart))
     bits = x.to(tl.int32, bitcast=True)
     # The other of the two: both together, as integers, less this one.
