@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvarto.jit import torch, why_unavailable
 from kvarto.kernels.base import PageSet, Partial, Queries, Rule, SlabReader, Support
-from kvarto.kernels.triton_support import can_copy, why_not
+from kvarto.kernels.triton_support import can_copy, copying_programs, why_not
 from kvarto.kernels.triton_tune import tuning_for
 from kvarto.layout import Geometry, PageLayout, Side
 from kvarto.tile import Tile
@@ -79,7 +79,9 @@ def _attend_few(
     geometry, (T, Hq, _), device = some.layout.geometry, queries.q.shape, queries.q.device
     heads, DV, R = geometry.heads, geometry.v_dim, Hq // geometry.heads
     tuning = tuning_for(_gpu(device), some.layout, some.k.name, some.v.name)
-    cut = _cut(queries, rule, packed, raw, R, _multiprocessors(device) * tuning.programs)
+    ahead = tuning.ahead and packed is not None and _can_copy(packed)
+    programs_at_once = min(tuning.programs, copying_programs(some.layout)) if ahead else tuning.programs
+    cut = _cut(queries, rule, packed, raw, R, _multiprocessors(device) * programs_at_once)
     plan = torch.empty(cut.entries, dtype=torch.int32, device=device)
     raw_out, raw_lse = _parts(cut.entries * heads * cut.raw_parts, cut.rows, DV, device)
     shared = {
@@ -107,7 +109,7 @@ def _attend_few(
             K_NBYTES=packed.layout.k.nbytes, PAIR_NBYTES=packed.layout.pair_nbytes,
             BFLOAT16=q.dtype == torch.bfloat16, num_warps=1, num_stages=1, maxnreg=tuning.registers,
             ENTRIES=1 if cut.entries == 1 else max(64, _power_of_2(cut.entries)),
-            AHEAD=tuning.ahead and _can_copy(packed, tuning.programs), **_follows(raw is not None), **shared,
+            AHEAD=ahead, **_follows(raw is not None), **shared,
         )  # fmt: skip
     out = torch.empty((T, Hq, DV), dtype=torch.float32, device=device)
     lse = torch.empty((T, Hq), dtype=torch.float32, device=device)
@@ -279,12 +281,12 @@ def _multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 1
 
 
-def _can_copy(pages: PageSet, programs: int) -> bool:
+def _can_copy(pages: PageSet) -> bool:
     """Slabs can be copied to shared memory ahead of their use (triton_shared.py): everything is where the copy engine wants it."""
     if interpreted() or not _is_hopper() or (pages.pages.data_ptr() | pages.pages.stride(0)) % 16:
         return False
     k, v = pages.k.tile, pages.v.tile
-    return k is not None and v is not None and _can_copy_layout(pages.layout, k, v, programs)
+    return k is not None and v is not None and _can_copy_layout(pages.layout, k, v)
 
 
 _can_copy_layout = cache(can_copy)

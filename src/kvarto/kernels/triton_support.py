@@ -6,9 +6,11 @@ from kvarto.layout import PageLayout, Side, SlabLayout
 from kvarto.tile import Plane, Tile
 
 MAX_DIM = 256
-# Of the shared memory of a Hopper multiprocessor, what a program takes beside its slabs: the system's share, and at most so much for layouts.
+# Shared memory of a Hopper multiprocessor; what a program takes of it beside its slabs: the system's share, at most so much for layouts, barriers;
+# and how large its slabs may be, because a compiler takes no more than 48 KB.
 _SHARED_NBYTES = 228 << 10
 _PROGRAM_NBYTES = (1 << 10) + (2 << 10) + 16
+_MOST_NBYTES = 45 << 10
 
 
 def why_not(side: Side, tile: Tile, dim: int) -> str | None:
@@ -30,10 +32,14 @@ def why_not(side: Side, tile: Tile, dim: int) -> str | None:
     return None
 
 
-def can_copy(layout: PageLayout, k: Tile, v: Tile, programs: int) -> bool:
-    """A program can copy its slabs ahead (triton_shared.py), and as many as `programs` of a multiprocessor do so at once."""
-    fits = programs * (layout.pair_nbytes + _PROGRAM_NBYTES) <= _SHARED_NBYTES
-    return fits and _reads_whole(k, layout.k) and _reads_whole(v, layout.v)
+def can_copy(layout: PageLayout, k: Tile, v: Tile) -> bool:
+    """A program can copy its slabs ahead (triton_shared.py)."""
+    return layout.pair_nbytes <= _MOST_NBYTES and _reads_whole(k, layout.k) and _reads_whole(v, layout.v)
+
+
+def copying_programs(layout: PageLayout) -> int:
+    """How many programs that copy their slabs ahead have room on a Hopper multiprocessor at once."""
+    return _SHARED_NBYTES // (layout.pair_nbytes + _PROGRAM_NBYTES)
 
 
 def _reads_whole(tile: Tile, layout: SlabLayout) -> bool:
@@ -42,7 +48,7 @@ def _reads_whole(tile: Tile, layout: SlabLayout) -> bool:
     if rows < 16 or rows & (rows - 1) or not all(_is_whole(plane) for plane in tile.planes):
         return False
     return all(
-        term is None or (term.dtype != "float32" and term.per != "slab" and term.offset % 16 == 0)
+        term is None or (term.offset % 16 == 0 and (term.dtype == "float32") == (term.per == "slab"))
         for term in (tile.scale, tile.zero)
     )
 

@@ -45,7 +45,7 @@ class Tuning:
 
     @property
     def programs(self) -> int:
-        """Programs of one warp that run at once on a multiprocessor, if registers are all that bounds them (`triton_support.can_copy` sees to it)."""
+        """Programs of one warp that run at once on a multiprocessor, as far as registers bound them."""
         return 4 * (_QUARTER_REGISTERS // (self.registers * _WARP_THREADS))
 
 

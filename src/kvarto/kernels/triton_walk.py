@@ -177,16 +177,26 @@ def _load_tokens(slab, TILE: constexpr, ZERO: constexpr, S: constexpr):
 
 @triton.jit
 def _read_tokens(slab, TILE: constexpr, ZERO: constexpr, S: constexpr, N: constexpr):
-    """`_load_tokens` from shared memory, of a number of 16 bits for each: float32 [S, N], columns alike."""
-    halves = read(lanes(slab + term_offset(TILE, ZERO), 2, 0), S // 8, 16, 0).to(tl.int16)
-    return tl.broadcast_to(_float(halves, TILE)[:, :, None], (S, 4, N // 4)).reshape(S, N)
+    """`_load_tokens` from shared memory, of a number of 16 bits for each or a float32 for all: float32 [S, N], columns alike."""
+    at = slab + term_offset(TILE, ZERO)
+    if term_per(TILE) == "slab":
+        number = read(lanes(at, 0, 0), 1, 0, 1).to(tl.float32, bitcast=True)
+        numbers = tl.broadcast_to(number[None, :, :], (S // 8, 8, 4)).reshape(S, 4)
+    else:
+        numbers = _float(read(lanes(at, 2, 0), S // 8, 16, 0).to(tl.int16), TILE)
+    return tl.broadcast_to(numbers[:, :, None], (S, 4, N // 4)).reshape(S, N)
 
 
 @triton.jit
 def _read_largest(slab, TILE: constexpr, S: constexpr):
     """The largest scale, float32 [], of those that `_read_tokens` reads."""
-    words = read(slab + term_offset(TILE, False) + 4 * tl.arange(0, S // 2), 1, 0, 1)
-    return _float(_largest(tl.maximum(words & 0xFFFF, (words >> 16) & 0xFFFF)).to(tl.int16), TILE)
+    at = slab + term_offset(TILE, False)
+    if term_per(TILE) == "slab":
+        largest = _largest(read(lanes(at, 0, 0), 1, 0, 1)).to(tl.float32, bitcast=True)
+    else:
+        words = read(at + 4 * tl.arange(0, S // 2), 1, 0, 1)
+        largest = _float(_largest(tl.maximum(words & 0xFFFF, (words >> 16) & 0xFFFF)).to(tl.int16), TILE)
+    return largest
 
 
 @triton.jit

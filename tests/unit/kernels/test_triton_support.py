@@ -5,29 +5,31 @@ from __future__ import annotations
 import pytest
 
 from kvarto.formats import parse_format
-from kvarto.kernels.triton_support import can_copy
+from kvarto.kernels.triton_support import can_copy, copying_programs
 from kvarto.layout import Geometry
 
-PROGRAMS = 12
 
-
-def copied(name: str, dim: int = 128, page_tokens: int = 64, programs: int = PROGRAMS) -> bool:
+def copied(name: str, dim: int = 128, page_tokens: int = 64) -> bool:
     chosen = parse_format(name)
     layout = chosen.layout(Geometry(8, dim, dim, page_tokens))
     k, v = chosen.k.tile(layout.k), chosen.v.tile(layout.v)
     assert k is not None
     assert v is not None
-    return can_copy(layout, k, v, programs)
+    return can_copy(layout, k, v)
 
 
-@pytest.mark.parametrize("name", ["int4", "int3", "int2", "kivi4", "kivi2", "int4/kivi2"])
-def test_packed_pages_of_less_than_8_bits(name: str) -> None:
+@pytest.mark.parametrize("name", ["int4", "int3", "int2", "kivi4", "kivi2", "int4/kivi2", "int8", "fp8"])
+def test_shipped_formats(name: str) -> None:
     assert copied(name)
 
 
-def test_8_bits_leave_no_room_for_as_many_programs() -> None:
-    assert not copied("int8")
-    assert copied("int8", programs=6)
+@pytest.mark.parametrize(("name", "programs"), [("int4", 18), ("int2", 27), ("int8", 11), ("fp8", 11)])
+def test_programs_that_have_room(name: str, programs: int) -> None:
+    assert copying_programs(parse_format(name).layout(Geometry(8, 128, 128))) == programs
+
+
+def test_slabs_that_have_no_room() -> None:
+    assert not copied("int8", 256, 128)
 
 
 def test_rows_of_8_bytes_are_read_in_pairs() -> None:
@@ -40,8 +42,7 @@ def test_rows_of_8_bytes_are_read_in_pairs() -> None:
         ("int4", 96),  # rows of 48 bytes: lanes have shares of unlike size
         ("int4", 80),
         ("int4", 64),  # the plane of the slow channels has rows of 4 bytes
-        ("fp8", 64),  # a scale in float32
     ],
 )
-def test_what_would_need_masks_or_other_loads(name: str, dim: int) -> None:
-    assert not copied(name, dim, programs=1)
+def test_what_would_need_masks(name: str, dim: int) -> None:
+    assert not copied(name, dim)

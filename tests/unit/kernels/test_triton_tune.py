@@ -35,7 +35,7 @@ def test_programs_of_a_multiprocessor() -> None:
 @pytest.mark.parametrize("name", ["int4", "int3", "int2", "kivi2", "int8", "fp8"])
 def test_the_shipped_table_has_what_was_measured(name: str) -> None:
     assert triton_tune._key(H200, LAYOUT, name, name) in triton_tune._shipped()
-    assert tuning_for(H200, LAYOUT, name, name) == DEFAULT
+    assert tuning_for(H200, LAYOUT, name, name) == Tuning(168, name not in ("int8", "fp8"))
 
 
 def test_what_nobody_measured_gets_the_default() -> None:
