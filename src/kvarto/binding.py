@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 from kvarto.codecs import Codec
@@ -62,7 +62,7 @@ class BoundCodec:
         """The compiled tile reader, or None if the codec has none. Compiled once in a process."""
         return _compiled_reader(self.codec, self.layout)
 
-    @property
+    @cached_property
     def tile(self) -> Tile | None:
         """See `Codec.tile`."""
         return self.codec.tile(self.layout)

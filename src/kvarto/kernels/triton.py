@@ -57,7 +57,7 @@ class TritonKernel:
         if len(queries.q) == 0:
             nothing = queries.q.new_zeros((0, queries.q.shape[1], sets[0].layout.geometry.v_dim), dtype=torch.float32)
             return Partial(nothing, nothing.sum(-1))
-        sets = [replace(pages, table=_by_row(pages.table)) for pages in sets]
+        sets = [_by_row(pages) for pages in sets]
         raw, packed = ([pages for pages in sets if pages.raw is is_raw] for is_raw in (True, False))
         assert len(raw) <= 1, "more than one set of raw pages"
         assert len(packed) <= 1, "more than one set of packed pages"
@@ -316,9 +316,11 @@ def _sixteen_bits(reader: SlabReader, q: Tensor) -> Tensor:
     return q if in_words else q.clone(memory_format=torch.contiguous_format)
 
 
-def _by_row(table: Tensor) -> Tensor:
-    """The table with a row's numbers next to each other."""
-    return table if table.stride(1) == 1 or table.shape[1] <= 1 else table.contiguous()
+def _by_row(pages: PageSet) -> PageSet:
+    """The same with a table whose rows have their numbers next to each other."""
+    if pages.table.stride(1) == 1 or pages.table.shape[1] <= 1:
+        return pages
+    return replace(pages, table=pages.table.contiguous())
 
 
 def _is_bfloat16(tile: Tile | None) -> bool:
