@@ -48,7 +48,7 @@ DECODE_AND_PREFILL = pytest.mark.parametrize("counts", [(1, 1), (17, 2)])
 @pytest.fixture(autouse=True)
 def few_programs() -> Iterator[None]:
     """In the interpreter each program takes a tenth of a second, one without work too: fewer of them at once."""
-    with trial(Tuning(255, 1)) if DEVICE == "cpu" else nullcontext():
+    with trial(Tuning(255, True)) if DEVICE == "cpu" else nullcontext():
         yield
 
 
