@@ -93,12 +93,13 @@ def _load_queries(
     q, to, begin, head, first, count, stride_t, stride_h,
     HEADS: gl.constexpr, R: gl.constexpr, DK: gl.constexpr,
 ):  # fmt: skip
-    """Rows first .. of the queries to shared memory, float16; beyond the last one the last one again."""
+    """Rows first .. of the queries to shared memory, float16; 0 beyond the last one."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DK, DK // 8], [4, 1], [1, 0])
-    row = gl.minimum(first + gl.arange(0, _G, gl.SliceLayout(1, layout)), count - 1)
+    row = first + gl.arange(0, _G, gl.SliceLayout(1, layout))
     at = (begin + row // R).to(gl.int64) * stride_t + (head * R + row % R) * stride_h
     channel = gl.arange(0, DK, gl.SliceLayout(0, layout))
-    to.store(gl.load(q + at[:, None] + channel[None, :]).to(gl.float16))
+    rows = gl.load(q + at[:, None] + channel[None, :], mask=(row < count)[:, None], other=0.0)
+    to.store(rows.to(gl.float16))
 
 
 @gluon.jit
