@@ -28,6 +28,7 @@ _SCRATCH_BYTES = 128 << 20
 _FIXED_SHARE = 32
 # Where so many pairs of a sequence and a head do not run at once, or hardly: how many turns of splits there may be.
 _TURNS = 4
+_MOST_ENTRIES = 512  # every program works out the plan for all
 
 
 class TritonKernel:
@@ -91,10 +92,11 @@ def _attend_few(
         "SINK": rule.sink_pages, "WINDOW": rule.window_pages, "SLIDING": rule.sliding_tokens or 0,
         "SOFTCAP": softcap is not None,
     }  # fmt: skip
+    # Before the first launch: a program that begins early must find its queries written.
+    q_raw, q_packed = (_sixteen_bits((pages or some).k, queries.q) for pages in (raw, packed))
     if raw is not None:
-        q = _sixteen_bits(raw.k, queries.q)
         programs.attend_raw[(heads, cut.entries, cut.raw_parts)](
-            q, queries.start, queries.position, raw.pages, raw.table, raw_out, raw_lse, q.stride(0), q.stride(1),
+            q_raw, queries.start, queries.position, raw.pages, raw.table, raw_out, raw_lse, q_raw.stride(0), q_raw.stride(1),
             raw.table.stride(0), cut.groups, scale, softcap or 0.0,
             PAGE_NBYTES=raw.pages.stride(0), K_NBYTES=raw.layout.k.nbytes, PAIR_NBYTES=raw.layout.pair_nbytes, BFLOAT16=_is_bfloat16(raw.k.tile),
             num_warps=4, **shared,
@@ -102,27 +104,26 @@ def _attend_few(
     packed_out, packed_lse = raw_out, raw_lse
     if packed is not None:
         packed_out, packed_lse = _parts(cut.splits, cut.rows, DV, device)
-        q = _sixteen_bits(packed.k, queries.q)
         programs.attend_packed[(cut.splits,)](
-            q, queries.start, queries.position, packed.pages, packed.table, plan, packed_out, packed_lse,
-            q.stride(0), q.stride(1), packed.table.stride(0),
+            q_packed, queries.start, queries.position, packed.pages, packed.table, plan, packed_out, packed_lse,
+            q_packed.stride(0), q_packed.stride(1), packed.table.stride(0),
             cut.entries, cut.groups, cut.slots, cut.fixed_share, scale, softcap or 0.0,
             K=packed.k.tile, V=packed.v.tile, PAGE_NBYTES=packed.pages.stride(0),
             K_NBYTES=packed.layout.k.nbytes, PAIR_NBYTES=packed.layout.pair_nbytes,
-            BFLOAT16=q.dtype == torch.bfloat16, num_warps=1, num_stages=1, maxnreg=tuning.registers,
+            BFLOAT16=q_packed.dtype == torch.bfloat16, num_warps=1, num_stages=1, maxnreg=tuning.registers,
             ENTRIES=1 if cut.entries == 1 else max(64, _power_of_2(cut.entries)), TURNS=cut.turns,
-            AHEAD=ahead, **_follows(raw is not None), **shared,
+            AHEAD=ahead, **_follows(raw is not None, device), **shared,
         )  # fmt: skip
     out = torch.empty((T, Hq, DV), dtype=torch.float32, device=device)
     lse = torch.empty((T, Hq), dtype=torch.float32, device=device)
     rotation, matrix = ("", None) if packed is None else _rotation_out(packed.v, device)
-    at_once = 0 if packed is None else _at_once(cut, heads)
+    at_once = 0 if packed is None else _at_once(cut, heads, DV)
     programs.combine[(heads * cut.rows, cut.entries)](
         raw_out, raw_lse, packed_out, packed_lse, plan, queries.start, out if matrix is None else matrix,
         out if sinks is None else sinks, out, lse, out.stride(0), out.stride(1), cut.groups, cut.raw_parts,
         HEADS=heads, R=R, DV=DV, N=cut.rows, RAW=0 if raw is None else _power_of_2(cut.raw_parts),
         AT_ONCE=at_once, ROTATION=rotation, HAS_SINKS=sinks is not None, num_warps=8 if at_once > 64 else 4,
-        **_follows(True),
+        **_follows(True, device),
     )  # fmt: skip
     return Partial(out, lse)
 
@@ -147,7 +148,7 @@ def _attend_many(
         torch.empty((B, heads, stretch * S, dim), dtype=torch.float16, device=device) for dim in (DK, DV)
     )
     k_base = torch.empty((B, heads, DK), dtype=torch.float32, device=device)
-    whole = packed is not None and _has_whole_blocks(geometry, rule, softcap)
+    whole = packed is not None and _has_whole_blocks(geometry, rule, softcap, device)
     state = torch.empty((T, Hq, DV + 2) if stretches > 1 or whole else (1,), dtype=torch.float32, device=device)
     out = torch.empty((T, Hq, DV), dtype=torch.float32, device=device)
     lse = torch.empty((T, Hq), dtype=torch.float32, device=device)
@@ -158,6 +159,7 @@ def _attend_many(
     }  # fmt: skip
     # Query rows and keys of a block: what the registers and the shared memory of a Hopper multiprocessor hold.
     M, N = (128, 128) if max(DK, DV) <= 128 else (64, 64)
+    roomy = _generation(device) == 9 and max(DK, DV) <= 128 and S <= 64 and not whole
     blocks = -(-queries.longest * (Hq // heads) // M)
     for i in range(stretches):
         if packed is not None:
@@ -179,7 +181,7 @@ def _attend_many(
             RAW_BFLOAT16=_is_bfloat16(at.k.tile), RAW_PAGE_NBYTES=at.pages.stride(0), RAW_PAIR_NBYTES=at.layout.pair_nbytes,
             RAW_K_NBYTES=at.layout.k.nbytes, R=Hq // heads, M=M, N=N, SOFTCAP=softcap is not None,
             HAS_RAW=raw is not None, HAS_PACKED=packed is not None, HAS_SINKS=sinks is not None,
-            FIRST=i == 0, LAST=i == stretches - 1, WHOLE_DONE=whole, num_warps=M // 16, num_stages=3, **shared,
+            FIRST=i == 0, LAST=i == stretches - 1, WHOLE_DONE=whole, num_warps=M // 16, num_stages=3 if roomy else 2, **shared,
         )  # fmt: skip
     return Partial(out, lse)
 
@@ -208,10 +210,10 @@ def _attend_whole(
     )  # fmt: skip
 
 
-def _has_whole_blocks(geometry: Geometry, rule: Rule, softcap: float | None) -> bool:
+def _has_whole_blocks(geometry: Geometry, rule: Rule, softcap: float | None, device: torch.device) -> bool:
     """The program for what needs no mask can run, and there may be such."""
     dims = {geometry.k_dim, geometry.v_dim}
-    return not interpreted() and _is_hopper() and dims <= {64, 128} and not rule.sliding_tokens and softcap is None
+    return _generation(device) == 9 and dims <= {64, 128} and not rule.sliding_tokens and softcap is None
 
 
 # ---- how the work is cut ---------------------------------------------------------------------------------------------
@@ -246,16 +248,20 @@ def _cut(
     if packed is not None:
         heads = packed.layout.geometry.heads
         most = -(-packed.table.shape[1] // _FIXED_SHARE) * entries * heads
-        turns = 1 if fixed_share or 2 * entries * heads <= slots else _TURNS
+        turns = 1 if fixed_share or 2 * entries * heads <= slots or entries > _MOST_ENTRIES else _TURNS
         splits = max(1, most) if fixed_share else max(slots * turns, entries * heads)
     return _Cut(rows, entries, groups, raw_parts, splits, slots, turns, fixed_share)
 
 
-def _at_once(cut: _Cut, heads: int) -> int:
+# Numbers of partial results that a program of the merge can hold.
+_AT_ONCE_NUMBERS = 1 << 15
+
+
+def _at_once(cut: _Cut, heads: int, dim: int) -> int:
     """Partial results that a program of the merge reads at once: about as many as there are, or always as many, where the order of sums counts."""
     if cut.fixed_share:
         return 16
-    return min(256, max(4, _power_of_2(cut.splits // (cut.entries * heads))))
+    return min(_AT_ONCE_NUMBERS // _power_of_2(dim), max(4, _power_of_2(cut.splits // (cut.entries * heads))))
 
 
 def _power_of_2(least: int) -> int:
@@ -287,7 +293,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 def _can_copy(pages: PageSet) -> bool:
     """Slabs can be copied to shared memory ahead of their use (triton_shared.py): everything is where the copy engine wants it."""
-    if interpreted() or not _is_hopper() or (pages.pages.data_ptr() | pages.pages.stride(0)) % 16:
+    if _generation(pages.pages.device) < 9 or (pages.pages.data_ptr() | pages.pages.stride(0)) % 16:
         return False
     k, v = pages.k.tile, pages.v.tile
     return k is not None and v is not None and _can_copy_layout(pages.layout, k, v)
@@ -296,15 +302,15 @@ def _can_copy(pages: PageSet) -> bool:
 _can_copy_layout = cache(can_copy)
 
 
-def _follows(previous: bool) -> dict[str, bool]:
+def _follows(previous: bool, device: torch.device) -> dict[str, bool]:
     """Launch option: begin before the previous launch has ended; the program waits for it itself."""
-    return {"launch_pdl": True} if previous and not interpreted() and _is_hopper() else {}
+    return {"launch_pdl": True} if previous and _generation(device) >= 9 else {}
 
 
 @cache
-def _is_hopper() -> bool:
-    """Or later: dependent launches, bulk copies."""
-    return torch.cuda.get_device_capability() >= (9, 0)
+def _generation(device: torch.device) -> int:
+    """9 for Hopper, from which on there are dependent launches and bulk copies; 0 in the interpreter."""
+    return 0 if interpreted() else int(torch.cuda.get_device_capability(device)[0])
 
 
 # ---- what the programs take ------------------------------------------------------------------------------------------

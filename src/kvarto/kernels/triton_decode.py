@@ -67,7 +67,8 @@ def plan_of(
     pages = tl.where(entry < entries, pages, 0)
     share = fixed_share
     if fixed_share == 0:
-        # For each number of turns, from the even share upwards: rounding up costs each pair a split at most.
+        # For each number of turns, from the even share upwards: rounding up costs each pair a split at most. With several
+        # turns the least time = turns * (pages of the longest entry's split + what a split costs) counts.
         candidate = tl.arange(0, _CANDIDATES * TURNS)
         step, turns = candidate % _CANDIDATES, candidate // _CANDIDATES + 1
         even = tl.maximum(tl.cdiv(tl.sum(pages, axis=0) * HEADS, slots * turns), 1)
@@ -142,7 +143,9 @@ def attend_raw(
     # Slots that are not filled yet may hold anything: they must not meet a factor of 0.
     k = tl.load(k, mask=(k_channel < DK)[:, None] & (token <= t_high)[None, :], other=0.0)
     v = tl.load(v, mask=(v_channel < DV)[None, :] & (token <= t_high)[:, None], other=0.0)
-    rows = (tl.load(start + sequence) + row // R).to(tl.int64) * q_stride_t + (head * R + row % R) * q_stride_h
+    rows = (tl.load(start + sequence) + row // R).to(tl.int64) * q_stride_t + (head * R + row % R).to(
+        tl.int64
+    ) * q_stride_h
     queries = tl.load(q + rows[:, None] + k_channel[None, :], mask=(k_channel < DK)[None, :], other=0.0)
 
     scores = product(queries.to(dtype), k, tl.zeros((16, S), tl.float32)) * scale
@@ -237,7 +240,9 @@ def _attend_split(
     sequence = e // groups
     row = e % groups * N + tl.minimum(tl.arange(0, N), count - 1)
     t = tl.load(position + sequence) + row // R
-    rows = (tl.load(start + sequence) + row // R).to(tl.int64) * q_stride_t + (head * R + row % R) * q_stride_h
+    rows = (tl.load(start + sequence) + row // R).to(tl.int64) * q_stride_t + (head * R + row % R).to(
+        tl.int64
+    ) * q_stride_h
     out += tl.program_id(0).to(tl.int64) * (N * DV)
     lse += tl.program_id(0).to(tl.int64) * N
     if not SOFTCAP:

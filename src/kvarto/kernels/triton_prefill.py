@@ -5,8 +5,9 @@ history as float16 into a scratch, and `attend_stretch` goes over it, raw pages 
 which the softmax's state waits in memory. Nothing dense of the size of the cache ever exists.
 
     scratch  K float16 [B, HEADS, tokens, DK], V float16 [B, HEADS, DV, tokens]: as in a page, but one stretch wide, and in the values' own domain
-    k_base   float32 [B, HEADS, DK]: the stretch's first key, which has been taken from all of them, so that float16 holds what tells keys apart: with
-             a bias of 200 in a channel it could not. Scores lack the product of a query with it, one number for all keys.
+    k_base   float32 [B, HEADS, DK]: the last key of the stretch's first page (the first one of a text is unlike all others). It has been taken from
+             all keys, so that float16 holds what tells them apart: with a bias of 200 in a channel it could not. Scores lack the product of a query
+             with it, one number for all keys.
 """
 
 from __future__ import annotations
@@ -77,12 +78,12 @@ def decode_pages(
 
 @triton.jit
 def _decode_keys(slab, first_slab, out, k_base, is_first, TILE: constexpr, S: constexpr, D: constexpr):
-    """Keys less the first row of first_slab to out float16 [S, D]; that row to k_base, if is_first."""
+    """Keys less the last row of first_slab to out float16 [S, D]; that row to k_base, if is_first."""
     row = tl.arange(0, triton.next_power_of_2(S))[:, None]
     for field in tl.static_range(fields_of(TILE)):
         column, inside = _columns(field, TILE, D)
-        base = _numbers(first_slab, row * 0, column, field, inside & (row >= 0), TILE, S, D)
-        numbers = _numbers(slab, row, column, field, inside & (row < S), TILE, S, D) - base
+        base = _numbers(first_slab, row * 0 + S - 1, column, field, inside & (row >= 0), TILE, S, D)
+        numbers = _within_float16(_numbers(slab, row, column, field, inside & (row < S), TILE, S, D) - base)
         tl.store(out + row * D + column, numbers.to(tl.float16), mask=inside & (row < S))
         tl.store(k_base + column + row * 0, base, mask=inside & (row == 0) & is_first)
 
@@ -125,6 +126,11 @@ def _numbers(slab, row, column, FIELD: constexpr, inside, TILE: constexpr, ROWS:
         numbers *= _term(slab, row, column, inside, TILE, False, ROWS, COLUMNS)
     if has_zero(TILE):
         numbers += _term(slab, row, column, inside, TILE, True, ROWS, COLUMNS)
+    return _within_float16(numbers)
+
+
+@triton.jit
+def _within_float16(numbers):
     return tl.minimum(tl.maximum(numbers, -FLOAT16_MAX), FLOAT16_MAX)
 
 
@@ -260,7 +266,7 @@ def attend_stretch(
     t = base + row // R
     t_low, t_high = base + first_row // R, base + tl.minimum(first_row + M - 1, count - 1) // R
     token = (begin + row // R).to(tl.int64)
-    query_head = head * R + row % R
+    query_head = (head * R + row % R).to(tl.int64)
     DK_PAD: constexpr = triton.next_power_of_2(DK)
     DV_PAD: constexpr = triton.next_power_of_2(DV)
     kc, vc = tl.arange(0, DK_PAD), tl.arange(0, DV_PAD)

@@ -67,16 +67,19 @@ def attend_whole(
     fence_async_shared()
     k_ring = gl.allocate_shared_memory(gl.float16, [_STAGES, _N, DK], k_blocks.layout)
     v_ring = gl.allocate_shared_memory(gl.float16, [_STAGES, DV, _N], v_blocks.layout)
-    barriers = gl.allocate_shared_memory(gl.int64, [4 * _STAGES, 1], mbarrier.MBarrierLayout())
+    k_here = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
+    v_here = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
+    k_free = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
+    v_free = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(_STAGES):
-        mbarrier.init(barriers.index(i), count=1)  # keys are here
-        mbarrier.init(barriers.index(_STAGES + i), count=1)  # values are here
-        mbarrier.init(barriers.index(2 * _STAGES + i), count=2)  # both groups are done with the keys
-        mbarrier.init(barriers.index(3 * _STAGES + i), count=2)  # and with the values
+        mbarrier.init(k_here.index(i), count=1)
+        mbarrier.init(v_here.index(i), count=1)
+        mbarrier.init(k_free.index(i), count=2)  # when both groups are done with them
+        mbarrier.init(v_free.index(i), count=2)
     fence_async_shared()
     pair = sequence * HEADS + head
     rows = (begin, head, first_row, count, k_base + pair * DK)
-    ring = (q_rows, k_ring, v_ring, barriers)
+    ring = (q_rows, k_ring, v_ring, k_here, v_here, k_free, v_free)
     gl.warp_specialize(
         [
             (_attend, (rows, ring, state, blocks, scale * _LOG2E, gl.constexpr(0), HEADS, R, DK, DV, FIRST)),
@@ -96,7 +99,7 @@ def _load_queries(
     """Rows first .. of the queries to shared memory, float16; 0 beyond the last one."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DK, DK // 8], [4, 1], [1, 0])
     row = first + gl.arange(0, _G, gl.SliceLayout(1, layout))
-    at = (begin + row // R).to(gl.int64) * stride_t + (head * R + row % R) * stride_h
+    at = (begin + row // R).to(gl.int64) * stride_t + (head * R + row % R).to(gl.int64) * stride_h
     channel = gl.arange(0, DK, gl.SliceLayout(0, layout))
     rows = gl.load(q + at[:, None] + channel[None, :], mask=(row < count)[:, None], other=0.0)
     to.store(rows.to(gl.float16))
@@ -105,17 +108,16 @@ def _load_queries(
 @gluon.jit
 def _fetch(k_blocks, v_blocks, ring, k_row, v_row, low, blocks):
     """The team that fetches."""
-    _, k_ring, v_ring, barriers = ring
+    _, k_ring, v_ring, k_here, v_here, k_free, v_free = ring
     for j in range(blocks):
         slot = j % _STAGES
         free = (j // _STAGES & 1) ^ 1  # the first wait of each slot is for nothing
-        k_here, v_here = barriers.index(slot), barriers.index(_STAGES + slot)
-        mbarrier.wait(barriers.index(2 * _STAGES + slot), free)
-        mbarrier.expect(k_here, k_blocks.block_type.nbytes)
-        tma.async_copy_global_to_shared(k_blocks, [k_row + j * _N, 0], k_here, k_ring.index(slot))
-        mbarrier.wait(barriers.index(3 * _STAGES + slot), free)
-        mbarrier.expect(v_here, v_blocks.block_type.nbytes)
-        tma.async_copy_global_to_shared(v_blocks, [v_row, low + j * _N], v_here, v_ring.index(slot))
+        mbarrier.wait(k_free.index(slot), free)
+        mbarrier.expect(k_here.index(slot), k_blocks.block_type.nbytes)
+        tma.async_copy_global_to_shared(k_blocks, [k_row + j * _N, 0], k_here.index(slot), k_ring.index(slot))
+        mbarrier.wait(v_free.index(slot), free)
+        mbarrier.expect(v_here.index(slot), v_blocks.block_type.nbytes)
+        tma.async_copy_global_to_shared(v_blocks, [v_row, low + j * _N], v_here.index(slot), v_ring.index(slot))
 
 
 @gluon.jit
@@ -125,7 +127,7 @@ def _attend(
 ):  # fmt: skip
     """The team that works on rows 64 * GROUP .. of the block."""
     begin, head, first_row, count, k_base = rows
-    q_rows, k_ring, v_ring, barriers = ring
+    q_rows, k_ring, v_ring, k_here, v_here, k_free, v_free = ring
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _N, 16])
     out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
     weights_layout: gl.constexpr = gl.DotOperandLayout(0, out_layout, 2)
@@ -151,30 +153,30 @@ def _attend(
     if blocks > 0:
         lack = _dot(queries, k_base, DK, scores_layout) * gain
         top -= lack  # of scores that lack it, until the end
-        mbarrier.wait(barriers.index(0), 0)
+        mbarrier.wait(k_here.index(0), 0)
         scores = warpgroup_mma(queries, k_ring.index(0).permute((1, 0)), nothing, use_acc=False)
-        mbarrier.arrive(barriers.index(2 * _STAGES), count=1)
+        mbarrier.arrive(k_free.index(0), count=1)
         weights, shrink, top, total = _softmax(scores, gain, top, total, weights_layout)
         out = out * gl.convert_layout(shrink, out_by_row)[:, None]
-        mbarrier.wait(barriers.index(1 % _STAGES), 1 // _STAGES & 1, pred=blocks > 1)
+        mbarrier.wait(k_here.index(1 % _STAGES), 1 // _STAGES & 1, pred=blocks > 1)
         for j in range(1, blocks):
             slot, last_slot, last_phase = j % _STAGES, (j - 1) % _STAGES, (j - 1) // _STAGES & 1
             scores_soon = warpgroup_mma(
                 queries, k_ring.index(slot).permute((1, 0)), nothing, use_acc=False, is_async=True
             )
-            mbarrier.wait(barriers.index(_STAGES + last_slot), last_phase)
+            mbarrier.wait(v_here.index(last_slot), last_phase)
             out_soon = warpgroup_mma(weights, v_ring.index(last_slot).permute((1, 0)), out, is_async=True)
             scores = warpgroup_mma_wait(1, deps=[scores_soon])
-            mbarrier.arrive(barriers.index(2 * _STAGES + slot), count=1)
+            mbarrier.arrive(k_free.index(slot), count=1)
             next_weights, shrink, top, total = _softmax(scores, gain, top, total, weights_layout)
             # The weights are named, and the next keys awaited here, so that the compiler works out the weights before it waits for the products.
             next_slot, next_phase = (j + 1) % _STAGES, (j + 1) // _STAGES & 1
-            mbarrier.wait(barriers.index(next_slot), next_phase, pred=j + 1 < blocks)
+            mbarrier.wait(k_here.index(next_slot), next_phase, pred=j + 1 < blocks)
             out, weights = warpgroup_mma_wait(0, deps=[out_soon, next_weights])
-            mbarrier.arrive(barriers.index(3 * _STAGES + last_slot), count=1)
+            mbarrier.arrive(v_free.index(last_slot), count=1)
             out = out * gl.convert_layout(shrink, out_by_row)[:, None]
         slot, phase = (blocks - 1) % _STAGES, (blocks - 1) // _STAGES & 1
-        mbarrier.wait(barriers.index(_STAGES + slot), phase)
+        mbarrier.wait(v_here.index(slot), phase)
         out = warpgroup_mma(weights, v_ring.index(slot).permute((1, 0)), out)
 
     gl.store(at[:, None] + channel[None, :], out, mask=inside[:, None])

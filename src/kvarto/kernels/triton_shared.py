@@ -82,7 +82,7 @@ def _read_assembly(blocks: int, stride: int, words: int) -> str:
 
 @triton.constexpr_function
 def _constraints(outputs: int) -> str:
-    return "=r," * outputs + "r"
+    return "=&r," * outputs + "r"
 
 
 @triton.constexpr_function

@@ -6,11 +6,11 @@ from kvarto.layout import PageLayout, Side, SlabLayout
 from kvarto.tile import Plane, Tile
 
 MAX_DIM = 256
-# Shared memory of a Hopper multiprocessor; what a program takes of it beside its slabs: the system's share, at most so much for layouts, barriers;
-# and how large its slabs may be, because a compiler takes no more than 48 KB.
+# Shared memory of a Hopper multiprocessor; what a program takes of it beside its slabs: the system's share, barriers, and what layouts need;
+# and how large slabs may be, because a compiler takes no more than 48 KB with what layouts need.
 _SHARED_NBYTES = 228 << 10
-_PROGRAM_NBYTES = (1 << 10) + (2 << 10) + 16
-_MOST_NBYTES = 45 << 10
+_SYSTEM_NBYTES = (1 << 10) + 16
+_MOST_NBYTES = 43 << 10
 
 
 def why_not(side: Side, tile: Tile, dim: int) -> str | None:
@@ -39,7 +39,8 @@ def can_copy(layout: PageLayout, k: Tile, v: Tile) -> bool:
 
 def copying_programs(layout: PageLayout) -> int:
     """How many programs that copy their slabs ahead have room on a Hopper multiprocessor at once."""
-    return _SHARED_NBYTES // (layout.pair_nbytes + _PROGRAM_NBYTES)
+    layouts = max(2 << 10, 32 * layout.geometry.page_tokens)
+    return _SHARED_NBYTES // (layout.pair_nbytes + _SYSTEM_NBYTES + layouts)
 
 
 def _reads_whole(tile: Tile, layout: SlabLayout) -> bool:
