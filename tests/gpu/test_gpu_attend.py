@@ -31,6 +31,7 @@ from cases import (
 from kvarto.codecs import registry
 from kvarto.kernels.base import PageSet, Partial, merge
 from kvarto.kernels.triton import TritonKernel
+from kvarto.kernels.triton_tune import Tuning, trial
 from kvarto.layout import Geometry
 
 CHUNK = 300 if HAS_GPU else 40
@@ -99,6 +100,29 @@ def test_several_queries_of_a_sequence(count: int) -> None:
 def test_a_prefill(name: str, count: int) -> None:
     """A chunk on a long history, which is decoded a stretch at a time, beside a whole prompt and a decode step."""
     check(make(name, (count, 200, LONG, 64, 130), (count, 1, count, 0, 30), biased=True))
+
+
+@pytest.mark.parametrize(
+    ("k_dim", "v_dim", "page_tokens", "R"), [(64, 64, 64, 3), (128, 64, 32, 4), (64, 128, 128, 1), (256, 256, 128, 4), (96, 96, 64, 5)]
+)  # fmt: skip
+def test_a_prefill_of_other_geometries(k_dim: int, v_dim: int, page_tokens: int, R: int) -> None:
+    """First and last a sequence without queries, where what lies before and after the queries may not be read."""
+    geometry, long = Geometry(2, k_dim, v_dim, page_tokens), 5000 if HAS_GPU else 300
+    check(make("int8", (200, 40, long, 130), (0, 17, CHUNK, 0), geometry=geometry, R=R, biased=True))
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize(
+    ("name", "page_tokens"), [*((name, 64) for name in ("int4", "int3", "int2", "kivi4", "kivi2", "int8", "fp8")),
+                              ("int4", 32), ("int4", 128), ("int8", 128), ("kivi2", 128)]
+)  # fmt: skip
+def test_slabs_copied_ahead_and_not(name: str, page_tokens: int, ahead: bool) -> None:
+    """Whatever the shipped table says: both ways of reading, with 8 and 16 query rows, one sequence alone and several."""
+    geometry = Geometry(2, 128, 128, page_tokens)
+    with trial(Tuning(168, ahead)):
+        for R in (4, 16):
+            check(make(name, (1, 129, 1000 if HAS_GPU else 300), geometry=geometry, R=R, biased=True))
+        check(make(name, (2000 if HAS_GPU else 300,), geometry=geometry))
 
 
 def test_a_prefill_with_every_rule() -> None:
