@@ -54,7 +54,10 @@ def block(NBYTES: constexpr):
 
 @triton.jit
 def copy(source, to, barrier, NBYTES: constexpr):
-    """Begin to copy NBYTES from `source` (a pointer) to address `to`, all three multiples of 16; what is there has been read for the last time."""
+    """Begin to copy NBYTES from `source` (a pointer) to address `to`, all three multiples of 16; what is there has been read for the last time.
+
+    The warp's barrier stands between those reads and the copy. A write after reads needs no fence between the proxies: CUTLASS's pipelines have none.
+    """
     tl.inline_asm_elementwise(
         _copy_assembly(NBYTES), "=r,l,r,r", [source.to(tl.int64), to, barrier], dtype=tl.int32, is_pure=False, pack=1
     )
