@@ -7,7 +7,7 @@ which the softmax's state waits in memory. Nothing dense of the size of the cach
     scratch  K float16 [B, HEADS, tokens, DK], V float16 [B, HEADS, DV, tokens]: as in a page, but one stretch wide, and in the values' own domain
     k_base   float32 [B, HEADS, DK]: the last key of the stretch's first page (the first one of a text is unlike all others). It has been taken from
              all keys, so that float16 holds what tells them apart: with a bias of 200 in a channel it could not. Scores lack the product of a query
-             with it, one number for all keys.
+             with it, one number for all keys. 0 for pages of 16-bit floats.
 """
 
 from __future__ import annotations
@@ -83,6 +83,8 @@ def _decode_keys(slab, first_slab, out, k_base, is_first, TILE: constexpr, S: co
     for field in tl.static_range(fields_of(TILE)):
         column, inside = _columns(field, TILE, D)
         base = _numbers(first_slab, row * 0 + S - 1, column, field, inside & (row >= 0), TILE, S, D)
+        if bits_of(TILE, 0) == 16:  # these are float16 numbers as they are; their differences are not
+            base *= 0.0
         numbers = _within_float16(_numbers(slab, row, column, field, inside & (row < S), TILE, S, D) - base)
         tl.store(out + row * D + column, numbers.to(tl.float16), mask=inside & (row < S))
         tl.store(k_base + column + row * 0, base, mask=inside & (row == 0) & is_first)
