@@ -84,7 +84,7 @@ def _decode_keys(slab, first_slab, out, k_base, is_first, TILE: constexpr, S: co
         column, inside = _columns(field, TILE, D)
         base = _numbers(first_slab, row * 0 + S - 1, column, field, inside & (row >= 0), TILE, S, D)
         if bits_of(TILE, 0) == 16:  # these are float16 numbers as they are; their differences are not
-            base *= 0.0
+            base = tl.zeros(base.shape, tl.float32)
         numbers = _within_float16(_numbers(slab, row, column, field, inside & (row < S), TILE, S, D) - base)
         tl.store(out + row * D + column, numbers.to(tl.float16), mask=inside & (row < S))
         tl.store(k_base + column + row * 0, base, mask=inside & (row == 0) & is_first)
