@@ -221,7 +221,10 @@ def _has_whole_blocks(geometry: Geometry, rule: Rule, softcap: float | None, dev
 
 @dataclass(frozen=True)
 class _Cut:
-    """How the work is cut and launched (triton_decode.py): `rows` of an entry, `entries` in all, `groups` of a sequence."""
+    """How the work is cut and launched (triton_decode.py): `rows` of an entry, `entries` in all, `groups` of a sequence.
+
+    Of at most `splits` of packed pages `slots` run at once, in up to `turns` turns.
+    """
 
     rows: int
     entries: int

@@ -405,6 +405,7 @@ def walk(pages, table, first, end, q_pointers, t, t_low, t_high, scale, softcap,
     top = tl.full((N,), HIDDEN / 2, tl.float32)  # above HIDDEN, so that a row that has seen nothing gets p = 0
     total = tl.zeros((8, N), tl.float32)
     slot = tl.arange(0, S)
+    # AHEAD: wait for the keys, use them, begin to copy the next page's; then the same with the values.
     for page in range(first, end):
         if not AHEAD:
             k_at = pages + next_held.to(tl.int64) * PAGE_NBYTES
