@@ -14,9 +14,10 @@ from hypothesis.extra.numpy import arrays
 from torch import Tensor
 
 from kvarto.codecs import affine, registry
-from kvarto.codecs.base import halving_mean
+from kvarto.codecs.base import extract, halving_mean
 from kvarto.codecs.packing import pack, unpack
 from kvarto.layout import Side
+from kvarto.sealing import FLOAT16_MAX
 
 SETTINGS = settings(max_examples=60, deadline=None)
 FLOATS = st.floats(-60000, 60000, width=32, allow_nan=False, allow_infinity=False)
@@ -85,11 +86,13 @@ def test_fitted_codes_lose_no_more_than_codes_from_least_to_most(name: str, side
 
     Each round of least squares lowers the error that codes of the same number between the group's ends have, E. The last scale keeps the group's
     variance S instead (sums of squares, both): of an error E it makes 2 (S - sqrt(S (S - E))), hardly more than E where E is a small part of S.
+    A group near float16's end whose fitted zero lies beyond it gets the nearest zero there is, and is not held to this.
     """
     codec = registry[name]
     layout = codec.layout(side, 64, 64)
     assume(codec.saturated(x, side) == 0)
-    decoded = codec.decode(codec.encode(x, layout), layout)
+    slabs = codec.encode(x, layout)
+    decoded = codec.decode(slabs, layout)
     stored, got = (x, decoded) if side is Side.K else (codec.rotate(x, side), codec.rotate(decoded, side))
     stored, got, axis = stored.double(), got.double(), -2 if side is Side.K else -1
     low, high = stored.amin(axis, True), stored.amax(axis, True)
@@ -102,7 +105,8 @@ def test_fitted_codes_lose_no_more_than_codes_from_least_to_most(name: str, side
     rounding = 8.0 * (stored.abs().amax(axis) * 2.0**-10 + highest.squeeze(axis) * 2.0**-25)
     fitted = torch.minimum((plain_error.sqrt() + 4 * rounding).square(), spread)
     bound = (2 * (spread - (spread * (spread - fitted)).sqrt())).sqrt() + rounding
-    assert bool((error.sqrt() <= 1.05 * bound).all()), float((error.sqrt() - bound).max())
+    held = extract(slabs, layout, "zero").abs() < FLOAT16_MAX
+    assert bool((error.sqrt() <= 1.05 * bound)[held].all()), float((error.sqrt() - bound)[held].max())
 
 
 def _levels(name: str, side: Side) -> Tensor:
