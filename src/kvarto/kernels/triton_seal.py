@@ -201,7 +201,7 @@ class Plan:
 
     @property
     def fold(self) -> int:
-        """F of a folded tile (kernels/triton_seal_slab.py): a thread holds 16 rows of two columns."""
+        """F of a folded tile (kernels/triton_seal_fit.py): a thread holds 16 rows of two columns."""
         return max(self.row_pad // 16, 1)
 
     @property
