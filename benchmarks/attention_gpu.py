@@ -85,9 +85,10 @@ class Ours:
     queries: Queries
     sets: list[PageSet]
     rule: Rule
+    scale: float
 
     def __call__(self) -> Partial:
-        return TritonKernel().attend(self.queries, self.sets, self.rule, scale=MODEL.scale, softcap=None)
+        return TritonKernel().attend(self.queries, self.sets, self.rule, scale=self.scale, softcap=None)
 
     @property
     def nbytes(self) -> int:
@@ -95,50 +96,52 @@ class Ours:
 
     def error(self) -> float:
         """Relative to the reference kernel's output."""
-        expected = ReferenceKernel().attend(self.queries, self.sets, self.rule, scale=MODEL.scale, softcap=None).out
+        expected = ReferenceKernel().attend(self.queries, self.sets, self.rule, scale=self.scale, softcap=None).out
         return float((self().out - expected).norm() / expected.norm())
 
 
 @cache
-def pattern(text: str) -> Tensor:
+def pattern(text: str, geometry: Geometry = MODEL.geometry) -> Tensor:
     """uint8 [PATTERN_PAGES, page_nbytes]: pages of random numbers."""
     chosen, generator = parse_format(text), torch.Generator(DEVICE).manual_seed(0)
-    layout, S = chosen.layout(MODEL.geometry), MODEL.geometry.page_tokens
+    layout = chosen.layout(geometry)
     slabs = []
     for codec, slab in ((chosen.k, layout.k), (chosen.v, layout.v)):
-        shape = (PATTERN_PAGES, MODEL.geometry.heads, S, slab.dim)
+        shape = (PATTERN_PAGES, geometry.heads, geometry.page_tokens, slab.dim)
         slabs.append(codec.encode(torch.randn(shape, generator=generator, device=DEVICE), slab))
     return torch.cat(slabs, dim=-1).flatten(1)
 
 
-def page_set(text: str, held: list[bool], rows: int, most_pages: int | None, *, raw: bool) -> PageSet:
+def page_set(
+    text: str, geometry: Geometry, held: list[bool], rows: int, most_pages: int | None, *, raw: bool
+) -> PageSet:
     """Pages j with held[j] of each of `rows` sequences, in random order, in a store of their own of at most `most_pages` pages (then repeated)."""
     chosen = parse_format(text)
-    layout = chosen.layout(MODEL.geometry)
+    layout = chosen.layout(geometry)
     wanted = torch.tensor(held).nonzero().flatten().to(DEVICE)
     count = rows * len(wanted)
     ids = randperm(count) % min(count, most_pages or count) if count else randperm(0)
-    store = pattern(text)[torch.arange(min(count, most_pages or count), device=DEVICE) % PATTERN_PAGES]
+    store = pattern(text, geometry)[torch.arange(min(count, most_pages or count), device=DEVICE) % PATTERN_PAGES]
     width = max(16, 1 << (len(held) - 1).bit_length())  # as wide as PagedKV's tables
     table = torch.full((rows, width), -1, dtype=torch.int32, device=DEVICE)
     table[:, wanted] = ids.view(rows, len(wanted))
     return PageSet(store, table, layout, BoundCodec(chosen.k, layout.k), BoundCodec(chosen.v, layout.v), raw)
 
 
-def ours(text: str, work: Work, most_pages: int | None = None) -> Ours:
+def ours(text: str, work: Work, most_pages: int | None = None, model: Model = MODEL) -> Ours:
     """The kernel call of some work in the format `text`, with the pages that PagedKV would give it."""
-    chosen, S = parse_format(text), MODEL.geometry.page_tokens
+    chosen, geometry, S = parse_format(text), model.geometry, model.geometry.page_tokens
     rule = Rule(S, chosen.sink_tokens // S, chosen.window_tokens // S)
-    pages, first = MODEL.geometry.pages_for(work.context), (work.context - work.queries) // S
+    pages, first = geometry.pages_for(work.context), (work.context - work.queries) // S
     raw = [rule.reads_raw(j, max(j, first)) for j in range(pages)]
     packed = [rule.sink_pages <= j < pages - 1 - rule.window_pages for j in range(pages)]
-    sets = [page_set("bf16", raw, work.rows, most_pages, raw=True)]
+    sets = [page_set("bf16", geometry, raw, work.rows, most_pages, raw=True)]
     if any(packed):
-        sets.append(page_set(_without_options(chosen), packed, work.rows, most_pages, raw=False))
-    q = torch.randn(work.rows * work.queries, MODEL.hq, MODEL.geometry.k_dim, device=DEVICE, dtype=torch.bfloat16)
+        sets.append(page_set(_without_options(chosen), geometry, packed, work.rows, most_pages, raw=False))
+    q = torch.randn(work.rows * work.queries, model.hq, geometry.k_dim, device=DEVICE, dtype=torch.bfloat16)
     start = torch.arange(work.rows + 1, dtype=torch.int32, device=DEVICE) * work.queries
     position = torch.full((work.rows,), work.context - work.queries, dtype=torch.int32, device=DEVICE)
-    return Ours(Queries(q, start, position, work.queries), sets, rule)
+    return Ours(Queries(q, start, position, work.queries), sets, rule, model.scale)
 
 
 def _without_options(chosen: Format) -> str:

@@ -1,7 +1,8 @@
 """How the packed launch of the GPU kernel is compiled: for each GPU, geometry and pair of codecs. No torch, no triton.
 
-A tuning is looked up in the table that we ship (triton_table.json, what was measured), then in `tuned-gpu.json` of the cache folder (what `tune`
-measured on this machine), else it is the table's default. Nothing is tuned by itself: a serving process never measures. A benchmark calls
+A tuning is looked up in `tuned-gpu.json` of the cache folder (what `tune` measured on this machine), then in the table that we ship
+(triton_table.json, what we measured), else it is the table's default. Nothing is tuned by itself: a serving process never measures.
+benchmarks/tune_gpu.py does:
 
     def measure(tuning: Tuning) -> float:
         with trial(tuning):
@@ -57,8 +58,8 @@ def tuning_for(gpu: str, layout: PageLayout, k_name: str, v_name: str) -> Tuning
     """How to compile the packed launch on the GPU of this name, for pages whose K and V codecs have these names. Cheap: read once in a process."""
     if _on_trial:
         return _on_trial[-1]
-    key = _key(gpu, layout, k_name, v_name)
-    return _shipped().get(key) or _kept().get(key) or _shipped()[_DEFAULT]
+    key = key_of(gpu, layout, k_name, v_name)
+    return _kept().get(key) or _shipped().get(key) or _shipped()[_DEFAULT]
 
 
 def tune(
@@ -81,8 +82,14 @@ def tune(
         raise UsageError("measure", "milliseconds of at least one candidate", sorted(times.values()))
     if times[candidates[0]] <= times[best] * (1 + _NOISE):
         best = candidates[0]
-    _keep(_key(gpu, layout, k_name, v_name), best)
+    _keep(key_of(gpu, layout, k_name, v_name), best)
     return best
+
+
+def key_of(gpu: str, layout: PageLayout, k_name: str, v_name: str) -> str:
+    """What a tuning is of, as the tables write it."""
+    geometry = layout.geometry
+    return f"{gpu}, D {geometry.k_dim}/{geometry.v_dim}, S {geometry.page_tokens}, {k_name}/{v_name}"
 
 
 _on_trial: list[Tuning] = []
@@ -99,11 +106,6 @@ def trial(tuning: Tuning) -> Iterator[None]:
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
-
-
-def _key(gpu: str, layout: PageLayout, k_name: str, v_name: str) -> str:
-    geometry = layout.geometry
-    return f"{gpu}, D {geometry.k_dim}/{geometry.v_dim}, S {geometry.page_tokens}, {k_name}/{v_name}"
 
 
 @cache

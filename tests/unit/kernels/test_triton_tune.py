@@ -11,7 +11,7 @@ import pytest
 from kvarto.errors import UsageError
 from kvarto.formats import parse_format
 from kvarto.kernels import triton_tune
-from kvarto.kernels.triton_tune import CANDIDATES, Tuning, trial, tune, tuning_for
+from kvarto.kernels.triton_tune import CANDIDATES, Tuning, key_of, trial, tune, tuning_for
 from kvarto.layout import Geometry
 
 H200, OTHER = "NVIDIA H200", "NVIDIA Imaginary 1"
@@ -34,7 +34,7 @@ def test_programs_of_a_multiprocessor() -> None:
 
 @pytest.mark.parametrize("name", ["int4", "int3", "int2", "kivi2", "int8", "fp8"])
 def test_the_shipped_table_has_what_was_measured(name: str) -> None:
-    assert triton_tune._key(H200, LAYOUT, name, name) in triton_tune._shipped()
+    assert key_of(H200, LAYOUT, name, name) in triton_tune._shipped()
     assert tuning_for(H200, LAYOUT, name, name) == Tuning(168, name not in ("int8", "fp8"))
 
 
@@ -47,6 +47,11 @@ def test_the_fastest_is_kept_for_other_processes(folder: Path) -> None:
     triton_tune._kept.cache_clear()  # as another process begins
     assert tuning_for(OTHER, LAYOUT, "int4", "int4") == Tuning(128, True)
     assert [path.name for path in folder.iterdir()] == ["tuned-gpu.json"]
+
+
+def test_what_was_measured_on_this_machine_comes_before_the_shipped_table() -> None:
+    tune(H200, LAYOUT, "int4", "int4", FAST.__getitem__)
+    assert tuning_for(H200, LAYOUT, "int4", "int4") == Tuning(128, True)
 
 
 def test_a_tuning_is_of_one_gpu_geometry_and_pair_of_codecs() -> None:
@@ -96,7 +101,7 @@ def test_measuring_runs_what_is_on_trial() -> None:
 
 
 ENTRY = {"registers": 128, "ahead": True}
-KEY = triton_tune._key(OTHER, LAYOUT, "int4", "int4")
+KEY = key_of(OTHER, LAYOUT, "int4", "int4")
 
 
 @pytest.mark.parametrize(
