@@ -28,9 +28,10 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 from kvarto.binding import BoundCodec
 from kvarto.cache.slab import PageStore
 from kvarto.formats import parse_format
-from kvarto.kernels.base import PageSet, Partial, Queries, Rule
+from kvarto.kernels.base import PageSet, Partial, Queries
 from kvarto.kernels.numba import NumbaKernel
 from kvarto.layout import Geometry, Side
+from kvarto.rule import Rule
 from measure import Neighbours, Samples, bandwidth, interleave, last_level_cache_bytes, machine, ratios
 
 GEOMETRY = Geometry(heads=8, k_dim=128, v_dim=128)

@@ -32,10 +32,11 @@ from torch import Tensor
 from kvarto.binding import BoundCodec
 from kvarto.formats import Format, parse_format
 from kvarto.kernels import triton_seal
-from kvarto.kernels.base import PageSet, Partial, Queries, Rule
+from kvarto.kernels.base import PageSet, Partial, Queries
 from kvarto.kernels.reference import ReferenceKernel
 from kvarto.kernels.triton import TritonKernel
 from kvarto.layout import Geometry
+from kvarto.rule import Rule
 from measure import Samples, ratios
 from measure_gpu import DEVICE, HAS_GPU, bandwidth, machine, measure, randperm, write
 from peers_gpu import ADAPTERS, PAGE_TOKENS, Paged, Peer, Work, gather

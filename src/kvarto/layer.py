@@ -1,7 +1,7 @@
 """One layer of the cache: the two things done with its pages.
 
     append    new tokens go raw into the open page; a page that fills is sealed: encoded once, from raw values
-    attend    the queries of those tokens read packed and raw pages by the rule of kernels/base.py
+    attend    the queries of those tokens read packed and raw pages by the rule (rule.py)
 
 Which pages there are, sequences.py knows. A decode step in which no page fills waits for the device nowhere, and sends it nothing.
 """
@@ -21,9 +21,10 @@ from kvarto.cache.tables import Cursor, send
 from kvarto.errors import ShapeError, Unsupported, UsageError
 from kvarto.formats import Format, raw_format
 from kvarto.jit import torch
-from kvarto.kernels.base import PageSet, Partial, Queries, Rule, merge
+from kvarto.kernels.base import PageSet, Partial, Queries, merge
 from kvarto.layout import Geometry, Side
 from kvarto.page import CodecId, Page
+from kvarto.rule import Rule
 from kvarto.sequences import Row, Sequences
 
 if TYPE_CHECKING:

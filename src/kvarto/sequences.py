@@ -16,7 +16,7 @@ from kvarto.cache.slab import PageStore
 from kvarto.cache.tables import PageTable
 from kvarto.errors import UsageError
 from kvarto.jit import torch
-from kvarto.kernels.base import Rule
+from kvarto.rule import Rule
 
 
 @dataclass
@@ -126,8 +126,8 @@ class Sequences:
             for page in [page for page in row.raw if self.rule.sink_pages <= page < last]:
                 self._close(i, row, page)
             if self.rule.sliding_tokens is not None:
-                first_token = max(0, reachable * self.rule.page_tokens - self.rule.sliding_tokens + 1)
-                self._leave(i, row, min(first_token // self.rule.page_tokens, len(row.packed)))
+                first = self.rule.first_page(reachable * self.rule.page_tokens)
+                self._leave(i, row, min(first, len(row.packed)))
         self._grown.clear()
 
     def _close(self, i: int, row: Row, page: int) -> None:
@@ -164,11 +164,10 @@ class Sequences:
 
     def _missing(self, row: Row, length: int) -> list[int]:
         """The pages that a query at position `length` reads by the rule and that are not held in the form it wants."""
-        S, sliding = self.rule.page_tokens, self.rule.sliding_tokens
-        first = 0 if sliding is None else max(0, length - sliding + 1) // S
+        S = self.rule.page_tokens
         return [
             page
-            for page in range(first, -(-length // S))
+            for page in range(self.rule.first_page(length), -(-length // S))
             if (page not in row.raw if self.rule.reads_raw(page, length // S) else row.packed[page] < 0)
         ]
 

@@ -29,9 +29,10 @@ from torch import Tensor
 from kvarto.binding import BoundCodec
 from kvarto.codecs import registry
 from kvarto.formats import Format, parse_format
-from kvarto.kernels.base import PageSet, Partial, Queries, Rule
+from kvarto.kernels.base import PageSet, Partial, Queries
 from kvarto.kernels.triton import TritonKernel
 from kvarto.layout import Geometry, Side
+from kvarto.rule import Rule
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"

@@ -17,10 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kvarto import binding
 from kvarto.attention import LayerSpec, PagedKV
 from kvarto.errors import NotFinite, OutOfPages, UsageError
-from kvarto.kernels.base import PageSet, Partial, Queries, Rule, Support
+from kvarto.kernels.base import PageSet, Partial, Queries, Support
 from kvarto.kernels.numba import NumbaKernel
 from kvarto.kernels.reference import ReferenceKernel
 from kvarto.layout import Geometry
+from kvarto.rule import Rule
 
 GEOMETRY, HQ = Geometry(heads=2, k_dim=64, v_dim=64), 4
 

@@ -3,11 +3,7 @@
 A kernel attends a ragged batch of queries to sets of pages (raw pages, packed pages) that do not overlap, and returns a partial result: the
 softmax-weighted mean of the values it saw, and the log of the softmax's denominator. Partials merge exactly, so a kernel may read one set
 after another and know one format at a time (`attend_each`), or read all of them in one launch.
-
-**The rule** (path invariance): a query in page p reads page j
-    raw      if j is a sink page (j < sink_pages), or a recent one (p - window_pages <= j <= p; its own page always is),
-    packed   otherwise (then j < p, so the page is sealed),
-never a token after its own, nor one that the model's sliding window hides. The rule depends on positions alone, never on how the tokens arrived.
+Which tokens a query reads, and in which form, kvarto/rule.py says.
 """
 
 from __future__ import annotations
@@ -18,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from kvarto.jit import torch
 from kvarto.layout import PageLayout, SlabLayout
+from kvarto.rule import Rule
 from kvarto.tile import Tile
 
 if TYPE_CHECKING:
@@ -51,20 +48,6 @@ class SlabReader(Hashable, Protocol):
     @property
     def tile(self) -> Tile | None:
         """The slab as planes and affine terms, for kernels that read tiles, or None."""
-
-
-@dataclass(frozen=True)
-class Rule:
-    """Which tokens a query reads, and in which form (module docstring). `sliding_tokens`: it reads only the last so many, itself included."""
-
-    page_tokens: int
-    sink_pages: int = 0
-    window_pages: int = 0
-    sliding_tokens: int | None = None
-
-    def reads_raw(self, page: int, query_page: int) -> bool:
-        """True if a query in `query_page` reads `page` raw."""
-        return page < self.sink_pages or page >= query_page - self.window_pages
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvarto.jit import compile_kernel, torch, why_unavailable
-from kvarto.kernels.base import PageSet, Partial, Queries, Rule, SlabReader, Support, attend_each
+from kvarto.kernels.base import PageSet, Partial, Queries, SlabReader, Support, attend_each
 from kvarto.kernels.team import run_team
 from kvarto.layout import PageLayout
+from kvarto.rule import Rule
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,8 +11,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvarto.jit import torch
-from kvarto.kernels.base import PageSet, Partial, Queries, Rule, SlabReader, Support, attend_each, merge
+from kvarto.kernels.base import PageSet, Partial, Queries, SlabReader, Support, attend_each, merge
 from kvarto.layout import PageLayout, Side
+from kvarto.rule import Rule
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,10 +12,11 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from kvarto.jit import torch, why_unavailable
-from kvarto.kernels.base import PageSet, Partial, Queries, Rule, SlabReader, Support
+from kvarto.kernels.base import PageSet, Partial, Queries, SlabReader, Support
 from kvarto.kernels.triton_support import can_copy, copying_programs, why_not
 from kvarto.kernels.triton_tune import tuning_for
 from kvarto.layout import Geometry, PageLayout, Side
+from kvarto.rule import Rule
 from kvarto.tile import Tile
 
 if TYPE_CHECKING:

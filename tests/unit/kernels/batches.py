@@ -9,10 +9,11 @@ from torch import Tensor
 
 from kvarto.binding import BoundCodec
 from kvarto.formats import parse_format
-from kvarto.kernels.base import PageSet, Partial, Queries, Rule
+from kvarto.kernels.base import PageSet, Partial, Queries
 from kvarto.kernels.numba import NumbaKernel
 from kvarto.kernels.reference import ReferenceKernel
 from kvarto.layout import Geometry
+from kvarto.rule import Rule
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,11 @@ import torch
 from batches import assert_near, make
 from torch import Tensor
 
-from kvarto.kernels.base import Partial, Rule, merge
+from kvarto.kernels.base import Partial, merge
 from kvarto.kernels.numba import NumbaKernel
 from kvarto.kernels.reference import ReferenceKernel
 from kvarto.layout import Geometry
+from kvarto.rule import Rule
 
 T, HEADS, TOKENS, DIM = 3, 4, 50, 8
 

@@ -18,9 +18,10 @@ from kvarto.binding import BoundCodec
 from kvarto.codecs import registry
 from kvarto.codecs.base import Codec
 from kvarto.kernels import team
-from kvarto.kernels.base import Partial, Queries, Rule
+from kvarto.kernels.base import Partial, Queries
 from kvarto.kernels.numba import NumbaKernel
 from kvarto.layout import Geometry, PageLayout, Side
+from kvarto.rule import Rule
 
 LENGTHS = [1, 63, 64, 65, 130, 1000]
 SMALL = Geometry(2, 64, 64)

@@ -31,11 +31,12 @@ from kvarto.codecs import registry
 from kvarto.codecs.base import Codec
 from kvarto.formats import parse_format
 from kvarto.kernels import triton as host
-from kvarto.kernels.base import PageSet, Partial, Queries, Rule
+from kvarto.kernels.base import PageSet, Partial, Queries
 from kvarto.kernels.reference import ReferenceKernel
 from kvarto.kernels.triton import TritonKernel
 from kvarto.kernels.triton_tune import Tuning, trial
 from kvarto.layout import Geometry, PageLayout, Side
+from kvarto.rule import Rule
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LENGTHS = (1, 63, 64, 65, 200)

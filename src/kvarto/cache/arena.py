@@ -1,0 +1,161 @@
+"""One budget of bytes for blocks of several sizes. Plain integers, no torch.
+
+A *block* is what S tokens take in all layers of a group, in one form; a *kind* is a size of block that somebody asks for. The budget is one stretch
+of bytes, cut into *extents* of equal size. An extent belongs to one kind while any of its blocks is in use, and to nobody else otherwise, so memory
+flows between kinds (formats, layer groups, raw and sealed pages). A block is known by its address in units of UNIT_BYTES: one view of the whole
+stretch, with rows a unit apart, then serves every kind, and kernels need not know of extents.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvarto.errors import UsageError
+
+UNIT_BYTES = 256
+# An extent is at most one part in so many of the budget (but has room for a block), and at least half of that.
+_PARTS = 64
+
+
+@dataclass
+class _Extent:
+    """Slots are counted from 0; `kind` is -1 while none is used."""
+
+    kind: int = -1
+    free: list[int] = field(default_factory=list)  # a heap: the lowest first, so that extents empty from the top
+    used: set[int] = field(default_factory=set)
+
+
+class Arena:
+    """Which blocks of which kind are in use. `block_bytes[kind]` is rounded up to whole units.
+
+    Raises UsageError if the budget has no room for a block of every kind.
+    """
+
+    def __init__(self, budget_bytes: int, block_bytes: Sequence[int]) -> None:
+        self.block_units = tuple(-(-nbytes // UNIT_BYTES) for nbytes in block_bytes)
+        units = budget_bytes // UNIT_BYTES
+        self._extent_units = _extent_units(units, self.block_units)
+        count = units // self._extent_units
+        if count < len(self.block_units):
+            needed = len(self.block_units) * max(self.block_units) * UNIT_BYTES
+            raise UsageError("memory", f"at least {needed} bytes, a block of each kind", budget_bytes)
+        self._slots = tuple(self._extent_units // size for size in self.block_units)
+        self._extents = [_Extent() for _ in range(count)]
+        self._unused = list(range(count))  # a heap of extents that belong to nobody
+        self._open: list[set[int]] = [set() for _ in self.block_units]  # extents of each kind with a free slot
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that blocks may lie in."""
+        return len(self._extents) * self._extent_units * UNIT_BYTES
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of blocks in use."""
+        return sum(len(extent.used) * self.block_units[extent.kind] * UNIT_BYTES for extent in self._extents)
+
+    def capacity(self, kind: int) -> int:
+        """Blocks of this kind, were all memory theirs."""
+        return len(self._extents) * self._slots[kind]
+
+    def room(self, kind: int) -> int:
+        """Blocks of this kind that can be taken now."""
+        return len(self._unused) * self._slots[kind] + self.free_slots(kind)
+
+    def free_slots(self, kind: int) -> int:
+        """Free blocks in extents that this kind has already."""
+        return sum(len(self._extents[number].free) for number in self._open[kind])
+
+    def take(self, kind: int) -> int | None:
+        """The address of a fresh block, in units, or None if there is no room."""
+        if not self._open[kind]:
+            if not self._unused:
+                return None
+            self._begin(heapq.heappop(self._unused), kind)
+        # The fullest one: others may become empty, and then another kind's.
+        number = max(self._open[kind], key=lambda number: (len(self._extents[number].used), -number))
+        return self._take_from(number)
+
+    def release(self, block: int) -> None:
+        """Give a block back."""
+        number, slot = self._place(block)
+        extent = self._extents[number]
+        extent.used.remove(slot)
+        heapq.heappush(extent.free, slot)
+        self._open[extent.kind].add(number)
+        if not extent.used:
+            self._open[extent.kind].remove(number)
+            self._extents[number] = _Extent()
+            heapq.heappush(self._unused, number)
+
+    def extent_of(self, block: int) -> int:
+        """The number of the extent that a block lies in."""
+        return block // self._extent_units
+
+    def extents(self) -> list[tuple[int, int, list[int]]]:
+        """(number, kind, blocks in use) of every extent that belongs to a kind."""
+        return [
+            (number, extent.kind, [self._address(number, slot) for slot in sorted(extent.used)])
+            for number, extent in enumerate(self._extents)
+            if extent.used
+        ]
+
+    def vacate(self, number: int) -> list[tuple[int, int]]:
+        """Move all blocks of an extent into free slots of its kind elsewhere, of which there are enough: (from, to) of each."""
+        extent, moves = self._extents[number], []
+        self._open[extent.kind].discard(number)
+        for slot in sorted(extent.used):
+            target = max(self._open[extent.kind], key=lambda other: (len(self._extents[other].used), -other))
+            moves.append((self._address(number, slot), self._take_from(target)))
+        self._extents[number] = _Extent()
+        heapq.heappush(self._unused, number)
+        return moves
+
+    def check(self) -> None:
+        """Assert that the books balance."""
+        for number, extent in enumerate(self._extents):
+            assert (extent.kind < 0) == (number in self._unused), f"extent {number} is both a kind's and nobody's"
+            if extent.kind < 0:
+                continue
+            free = set(extent.free)
+            assert len(free) == len(extent.free), "a slot is free twice"
+            assert not free & extent.used, "a slot is both free and used"
+            assert free | extent.used == set(range(self._slots[extent.kind])), "a slot is lost"
+            assert extent.used, "an empty extent was not given back"
+            assert bool(free) == (number in self._open[extent.kind]), "an extent with free slots cannot be found"
+        assert len(set(self._unused)) == len(self._unused), "an extent is unused twice"
+
+    def _begin(self, number: int, kind: int) -> None:
+        self._extents[number] = _Extent(kind, list(range(self._slots[kind])))
+        self._open[kind].add(number)
+
+    def _take_from(self, number: int) -> int:
+        extent = self._extents[number]
+        slot = heapq.heappop(extent.free)
+        extent.used.add(slot)
+        if not extent.free:
+            self._open[extent.kind].remove(number)
+        return self._address(number, slot)
+
+    def _address(self, number: int, slot: int) -> int:
+        return number * self._extent_units + slot * self.block_units[self._extents[number].kind]
+
+    def _place(self, block: int) -> tuple[int, int]:
+        number = self.extent_of(block)
+        return number, (block - number * self._extent_units) // self.block_units[self._extents[number].kind]
+
+
+def _extent_units(units: int, block_units: Sequence[int]) -> int:
+    """The size of an extent that wastes least: what is over behind its last block, for the kind that suffers most, and behind the last extent."""
+    most = max(max(block_units), min(units, max(units // _PARTS, 2 * max(block_units))))
+    least = max(max(block_units), most // 2)
+    candidates = {min(most, -(-least // size) * size + i * size) for size in block_units for i in range(64)}
+
+    def waste(extent: int) -> float:
+        count = units // extent
+        return 1 - min(count * (extent // size) * size for size in block_units) / max(units, 1)
+
+    return min(sorted(candidate for candidate in candidates if candidate >= least), key=waste)
