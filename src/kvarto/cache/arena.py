@@ -65,6 +65,14 @@ class Arena:
         """Blocks of this kind that can be taken now."""
         return len(self._unused) * self._slots[kind] + self.free_slots(kind)
 
+    def block_bytes(self, kind: int) -> int:
+        """Bytes that a block of this kind takes."""
+        return self.block_units[kind] * UNIT_BYTES
+
+    def free_in(self, number: int) -> int:
+        """Free blocks of an extent that belongs to a kind."""
+        return len(self._extents[number].free)
+
     def free_slots(self, kind: int) -> int:
         """Free blocks in extents that this kind has already."""
         return sum(len(self._extents[number].free) for number in self._open[kind])

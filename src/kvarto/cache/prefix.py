@@ -1,0 +1,260 @@
+"""Pages that outlive their sequence: a tree of prefixes over one arena of blocks. Plain integers, no torch.
+
+A node is a page of tokens behind a prefix; a *piece* is a block that holds what some layers keep of it, in one form: the node's `pieces`, by kind.
+A piece is held by the sequences that read it. One that nobody holds stays where it is, and is found again by the same prefix, until its memory
+is wanted: then the piece that was let go of the longest ago is dropped first. Sequences let go of their last page first, so a page is dropped
+before the pages that it builds on.
+
+A block moves when its extent is wanted by another kind and there is room for it elsewhere; `Piece.block` is then another, and `moves` has grown.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from kvarto.cache.arena import Arena
+
+_NEVER = float("inf")
+
+
+@dataclass(eq=False, slots=True)
+class Node:
+    """The page of `tokens` behind `parent`; a root has an identity instead. `holders`: sequences that go through here."""
+
+    parent: Node | None
+    tokens: tuple[int, ...]
+    identity: Hashable = None
+    children: dict[tuple[int, ...], Node] = field(default_factory=dict)
+    pieces: dict[int, Piece] = field(default_factory=dict)
+    holders: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class Piece:
+    """A block of a kind with `holders`; `node`: whose page it is, None while nobody but its holder may know; `since`: when it was let go of."""
+
+    kind: int
+    block: int
+    holders: int = 1
+    node: Node | None = None
+    since: int = 0
+
+
+def _nothing(_kind: int, _blocks: list[int]) -> None:
+    """Blocks are not looked at."""
+
+
+def _cannot_move(_kind: int, _moves: list[tuple[int, int]]) -> None:
+    """There is nothing in the blocks."""
+
+
+class PrefixCache:
+    """The pieces of an arena.
+
+    move    called before books change, with the kind and the (from, to) blocks whose bytes must be copied, in this order
+    freed   called with the kind and the blocks that hold nothing any more
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        *,
+        move: Callable[[int, list[tuple[int, int]]], None] = _cannot_move,
+        freed: Callable[[int, list[int]], None] = _nothing,
+    ) -> None:
+        self.arena, self.moves, self.dropped = arena, 0, 0
+        self._move, self._freed = move, freed
+        self._roots: dict[Hashable, Node] = {}
+        self._pieces: dict[int, Piece] = {}
+        # For each kind what nobody holds, let go of the longest ago first.
+        self._idle: list[OrderedDict[int, Piece]] = [OrderedDict() for _ in arena.block_units]
+        self._clock = 0
+        self._patience = 0
+
+    # ---- prefixes --------------------------------------------------------------------------------------------------
+
+    def root(self, identity: Hashable) -> Node:
+        """One more sequence whose prefix is of this identity: model, policy, tenant ... It begins at this node."""
+        root = self._roots.setdefault(identity, Node(None, (), identity))
+        root.holders += 1
+        return root
+
+    def path(self, root: Node, tokens: Sequence[int], page_tokens: int) -> Iterator[Node]:
+        """The nodes of the whole pages that `tokens` begins with, as far as there are any."""
+        node: Node | None = root
+        for first in range(0, len(tokens) - page_tokens + 1, page_tokens):
+            node = root.children.get(tuple(tokens[first : first + page_tokens]))
+            if node is None:
+                return
+            yield node
+            root = node
+
+    def enter(self, parent: Node, tokens: tuple[int, ...]) -> Node:
+        """One more sequence goes through the page of `tokens` behind `parent`."""
+        node = parent.children.get(tokens)
+        if node is None:
+            node = parent.children[tokens] = Node(parent, tokens)
+        node.holders += 1
+        return node
+
+    def leave(self, node: Node) -> None:
+        """One sequence fewer goes through a page, or begins at a root."""
+        node.holders -= 1
+        self._prune(node)
+
+    # ---- pieces ----------------------------------------------------------------------------------------------------
+
+    def take(self, kind: int) -> Piece | None:
+        """A fresh piece, held once, or None if all memory is held. What nobody holds makes room."""
+        while (block := self.arena.take(kind)) is None:
+            if not self._make_room(kind):
+                return None
+        piece = self._pieces[block] = Piece(kind, block)
+        return piece
+
+    def keep(self, piece: Piece, node: Node) -> Piece:
+        """The holder of `piece` shares it as what `node` has of its kind. Returns what it holds from now on: the node's own, if there was one."""
+        if (known := node.pieces.get(piece.kind)) is not None:
+            self.hold(known)
+            self.release(piece)
+            return known
+        piece.node, node.pieces[piece.kind] = node, piece
+        return piece
+
+    def hold(self, piece: Piece) -> Piece:
+        """One more holder."""
+        if piece.holders == 0:
+            del self._idle[piece.kind][piece.block]
+        piece.holders += 1
+        return piece
+
+    def release(self, piece: Piece) -> None:
+        """One holder fewer; without any a piece of no node is gone, and one of a node may go."""
+        piece.holders -= 1
+        if piece.holders == 0:
+            if piece.node is None:
+                self._free(piece)
+                return
+            self._clock += 1
+            piece.since = self._clock
+            self._idle[piece.kind][piece.block] = piece
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of blocks that somebody holds."""
+        return self.arena.used_bytes - self.idle_bytes
+
+    @property
+    def idle_bytes(self) -> int:
+        """Bytes of blocks that nobody holds and that may be found again."""
+        return sum(len(idle) * self.arena.block_bytes(kind) for kind, idle in enumerate(self._idle))
+
+    # ---- room ------------------------------------------------------------------------------------------------------
+
+    def _make_room(self, kind: int) -> bool:
+        """Drop or move something, so that a block of this kind comes nearer; False if all that there is is held."""
+        own, other = self._oldest(kind), min((self._oldest(k) for k in self._others(kind)), default=_NEVER)
+        if other < own or own == _NEVER:
+            if self._patience == 0 or own == _NEVER:
+                since, number = self._cheapest_extent(kind)
+                if number is not None and since < own:
+                    self._empty(number)
+                    return True
+                # A search that found nothing is not made again until so many of our own were dropped.
+                self._patience = 1 + self.arena.capacity(kind) // 64
+            self._patience -= 1
+        if own != _NEVER:
+            self._drop_oldest(kind)
+            return True
+        if other == _NEVER:
+            return False
+        # Nothing of ours to drop and no extent that could be emptied: what is idle elsewhere stands in the way of moves.
+        self._drop_oldest(min(self._others(kind), key=self._oldest))
+        return True
+
+    def _others(self, kind: int) -> list[int]:
+        return [other for other in range(len(self._idle)) if other != kind]
+
+    def _oldest(self, kind: int) -> float:
+        """When the piece of a kind that is dropped next was let go of."""
+        return next((piece.since for piece in self._idle[kind].values()), _NEVER)
+
+    def _cheapest_extent(self, kind: int) -> tuple[float, int | None]:
+        """(When its youngest idle piece was let go of, number) of another kind's extent that is missed least; what is held has room elsewhere."""
+        best: tuple[float, int | None] = (_NEVER, None)
+        for number, other, blocks in self.arena.extents():
+            if other == kind:
+                continue
+            pieces = [self._pieces[block] for block in blocks]
+            held = sum(piece.holders > 0 for piece in pieces)
+            if held <= self.arena.free_slots(other) - self.arena.free_in(number):
+                since = max((piece.since for piece in pieces if piece.holders == 0), default=0)
+                best = min(best, (since, number), key=lambda found: found[0])
+        return best
+
+    def _empty(self, number: int) -> None:
+        """Drop what is idle in an extent, and move what is held."""
+        kind, blocks = next((kind, blocks) for found, kind, blocks in self.arena.extents() if found == number)
+        for block in blocks:
+            if self._pieces[block].holders == 0:
+                self._drop(self._pieces[block])
+        if any(block in self._pieces for block in blocks):
+            moves = self.arena.vacate(number)
+            self._move(kind, moves)
+            pieces = [self._pieces.pop(source) for source, _ in moves]
+            for piece, (_, target) in zip(pieces, moves, strict=True):
+                piece.block, self._pieces[target] = target, piece
+            self._freed(kind, [source for source, _ in moves])
+            self.moves += 1
+
+    def _drop_oldest(self, kind: int) -> None:
+        self._drop(next(iter(self._idle[kind].values())))
+
+    def _drop(self, piece: Piece) -> None:
+        """Forget an idle piece."""
+        assert piece.node is not None, "an idle piece has a node"
+        del self._idle[piece.kind][piece.block], piece.node.pieces[piece.kind]
+        self._prune(piece.node)
+        self.dropped += 1
+        self._free(piece)
+
+    def _free(self, piece: Piece) -> None:
+        del self._pieces[piece.block]
+        self.arena.release(piece.block)
+        self._freed(piece.kind, [piece.block])
+
+    def _prune(self, node: Node) -> None:
+        """Take nodes out of the tree that nobody goes through and that have nothing."""
+        current: Node | None = node
+        while current is not None and not (current.holders or current.pieces or current.children):
+            if current.parent is None:
+                del self._roots[current.identity]
+            else:
+                del current.parent.children[current.tokens]
+            current = current.parent
+
+    # ---- balance ---------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Assert that the books balance."""
+        self.arena.check()
+        used = {block: kind for _, kind, blocks in self.arena.extents() for block in blocks}
+        assert used == {block: piece.kind for block, piece in self._pieces.items()}, "blocks and pieces differ"
+        for piece in self._pieces.values():
+            is_idle = self._idle[piece.kind].get(piece.block) is piece
+            assert is_idle == (piece.holders == 0), "a piece is idle and held, or neither"
+            assert piece.node is not None or piece.holders == 1, "a piece that nobody else may know has other holders"
+            assert piece.node is None or piece.node.pieces[piece.kind] is piece, "a node does not know its piece"
+        for idle in self._idle:
+            since = [piece.since for piece in idle.values()]
+            assert since == sorted(since), "what is idle is out of order"
+        for root in self._roots.values():
+            nodes = [root]
+            while nodes:
+                node = nodes.pop()
+                assert node.holders or node.pieces or node.children, "a node without any use"
+                assert all(self._pieces.get(piece.block) is piece for piece in node.pieces.values())
+                assert all(child.parent is node for child in node.children.values())
+                nodes += node.children.values()
