@@ -12,7 +12,8 @@ from kvarto.cache.slab import PageStore
 from kvarto.errors import Unsupported, UsageError
 from kvarto.formats import Policy, parse_policy
 from kvarto.jit import torch
-from kvarto.layer import Footprint, LayerKV, LayerSpec, OpenPages
+from kvarto.layer import Footprint, LayerKV, OpenPages
+from kvarto.layer_pages import LayerSpec
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,38 +14,19 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvarto.binding import BoundCodec, choose_kernel, choose_sealer
 from kvarto.cache.finite import FiniteCheck
 from kvarto.cache.slab import PageStore
 from kvarto.cache.tables import Cursor, send
 from kvarto.errors import ShapeError, Unsupported, UsageError
 from kvarto.formats import Format, raw_format
 from kvarto.jit import torch
-from kvarto.kernels.base import PageSet, Partial, Queries, merge
-from kvarto.layout import Geometry, Side
+from kvarto.kernels.base import Queries
+from kvarto.layer_pages import LayerPages, LayerSpec
 from kvarto.page import CodecId, Page
-from kvarto.rule import Rule
 from kvarto.sequences import Row, Sequences
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-# Numbers that are encoded at once: what fits a core's own cache. Four times more takes twice as long for each (docs/LOG.md).
-_SEAL_ELEMENTS_CPU = 1 << 17
-# Elsewhere few operations count, and 64 MB in float32.
-_SEAL_ELEMENTS = 1 << 24
-
-
-@dataclass(frozen=True)
-class LayerSpec:
-    """What PagedKV must know of a model's layer. `sliding_tokens`: its attention window, or None for full attention."""
-
-    geometry: Geometry
-    sliding_tokens: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.sliding_tokens is not None and self.sliding_tokens < 1:
-            raise UsageError("sliding_tokens", "at least 1, or None for full attention", self.sliding_tokens)
 
 
 @dataclass(frozen=True)
@@ -96,7 +77,7 @@ class OpenPages:
         return sum(store.allocated_bytes for store in self._stores.values())
 
 
-class LayerKV:
+class LayerKV(LayerPages):
     """One layer of a PagedKV, `index` in messages: its pages and its sequences."""
 
     def __init__(
@@ -109,17 +90,7 @@ class LayerKV:
         kernel: str | None = None,
         index: int = 0,
     ) -> None:
-        self.spec, self.format, self.dtype, self.device = spec, chosen, open_pages.dtype, device
-        geometry = spec.geometry
-        self.layout = chosen.layout(geometry)
-        self.k, self.v = BoundCodec(chosen.k, self.layout.k), BoundCodec(chosen.v, self.layout.v)
-        raw = open_pages.format
-        self.raw_layout = raw.layout(geometry)
-        self.raw_k, self.raw_v = BoundCodec(raw.k, self.raw_layout.k), BoundCodec(raw.v, self.raw_layout.v)
-        self.rule = _rule(spec, chosen)
-        self.kernel = choose_kernel(kernel, self.layout, self.k, self.v, device.type)
-        self.raw_kernel = choose_kernel(kernel, self.raw_layout, self.raw_k, self.raw_v, device.type)
-        self._sealer = choose_sealer(self.raw_layout, self.layout, self.k, self.v, device.type)
+        super().__init__(spec, chosen, open_pages.format, dtype=open_pages.dtype, device=device, kernel=kernel)
         self.sealed = PageStore(self.layout.nbytes, device)
         self.open = open_pages.store(self.raw_layout.nbytes)
         self.sequences = Sequences(self.rule, self.sealed, self.open, device)
@@ -127,7 +98,6 @@ class LayerKV:
         self._cursor = Cursor(self.rule.page_tokens, device)
         self._counts: list[int] = []
         self._start = send(np.zeros(1, np.int32), device)
-        self._saturated: int | Tensor = 0
         self._pending: _Pending | None = None
 
     @property
@@ -180,7 +150,7 @@ class LayerKV:
         if not cursor.room:
             cursor.place(self.sequences.open_pages(), [row.length for row in self.rows])
         pages, slots, position = cursor.next
-        self._store(k, v, pages, slots)
+        self.store(self._views, k, v, pages, slots)
         self.sequences.grow([1] * len(self.rows))
         cursor.move()
         return position
@@ -190,26 +160,13 @@ class LayerKV:
         self._cursor.lose()
         position = send(np.array([row.length for row in self.rows], np.int32), self.device)
         places = send(self.sequences.places(counts), self.device)
-        self._store(k, v, places[0], places[1])
+        self.store(self._views, k, v, places[0], places[1])
         self.sequences.grow(counts)
         return position
 
-    def _store(self, k: Tensor, v: Tensor, pages: Tensor, slots: Tensor) -> None:
-        """Tokens k [tokens, Hkv, Dk], v [tokens, Hkv, Dv] into raw pages and slots, int64 [tokens]."""
-        raw_k, raw_v = self.open.view(self.spec.geometry, self._raw_views)
-        raw_k.index_put_((pages, slots), k)
-        raw_v.index_put_((pages, slots), v)
-
-    def _raw_views(self, pages: Tensor) -> tuple[Tensor, Tensor]:
-        """Raw pages as numbers of the layer's dtype, K [P, S, Hkv, Dk] and V [P, S, Hkv, Dv], sharing their memory."""
-        numbers, views = pages.view(self.dtype), []
-        S, heads, size = self.rule.page_tokens, self.spec.geometry.heads, self.dtype.itemsize
-        page, pair = numbers.stride(0), self.raw_layout.pair_nbytes // size
-        for side, dim in ((Side.K, self.spec.geometry.k_dim), (Side.V, self.spec.geometry.v_dim)):
-            first, _ = self.raw_layout.slab_range(side)
-            within = (dim, pair, 1) if side is Side.K else (1, pair, S)
-            views.append(numbers.as_strided((len(numbers), S, heads, dim), (page, *within), first // size))
-        return views[0], views[1]
+    @property
+    def _views(self) -> tuple[Tensor, Tensor]:
+        return self.open.view(self.spec.geometry, self.raw_views)
 
     def _starts(self, counts: list[int]) -> Tensor:
         """`Queries.start`, kept while counts stay the same."""
@@ -222,28 +179,10 @@ class LayerKV:
         due = self.sequences.full_pages()
         sealed_ids = self.sealed.take(len(due))
         if due:
-            self._seal([self.rows[row].raw[page] for row, page in due], sealed_ids)
+            raw_ids = [self.rows[row].raw[page] for row, page in due]
+            self.seal(self.open.pages, self._views, raw_ids, self.sealed.pages, sealed_ids)
             self.finite.due = self.finite.deferred
         self.sequences.seal(due, sealed_ids)
-
-    def _seal(self, raw_ids: Sequence[int], sealed_ids: Sequence[int]) -> None:
-        """Encode pages of the raw store into the sealed one."""
-        if self._sealer is not None:
-            if isinstance(self._saturated, int):
-                self._saturated = torch.full((1,), self._saturated, dtype=torch.int64, device=self.device)
-            ids = send(np.array([raw_ids, sealed_ids], np.int32), self.device)
-            self._sealer(self.open.pages, ids[0], self.sealed.pages, ids[1], self._saturated)
-            return
-        raw_k, raw_v = self.open.view(self.spec.geometry, self._raw_views)
-        elements = _SEAL_ELEMENTS_CPU if self.device.type == "cpu" else _SEAL_ELEMENTS
-        at_once = max(1, elements // (self.spec.geometry.elements_per_token * self.rule.page_tokens))
-        for i in range(0, len(raw_ids), at_once):
-            ids = self.open.index(raw_ids[i : i + at_once])
-            k = raw_k.transpose(1, 2)[ids].float()
-            v = raw_v.permute(0, 2, 3, 1)[ids].float().transpose(-1, -2)
-            self._saturated = self._saturated + self.k.saturated(k) + self.v.saturated(v)
-            pages = torch.cat([self.k.encode(k), self.v.encode(v)], dim=-1).flatten(1)
-            self.sealed.put(sealed_ids[i : i + at_once], pages)
 
     # ---- queries ---------------------------------------------------------------------------------------------------
 
@@ -254,7 +193,10 @@ class LayerKV:
         """
         pending, (B, Hq, T, _) = self._take_pending(q), q.shape
         queries = Queries(_ragged(q, pending.valid), pending.start, pending.position, pending.longest)
-        merged = self._attend(queries, scale, softcap, sinks).out.to(q.dtype)
+        raw, packed = (self.open.pages, self.sequences.raw_table.tensor), None
+        if self.sealed.pool.used_pages:
+            packed = self.sealed.pages, self.sequences.packed_table.tensor
+        merged = self.attend_pages(queries, raw, packed, scale=scale, softcap=softcap, sinks=sinks).out.to(q.dtype)
         self.sequences.release_unreadable()
         if T == 1 and pending.valid is None:
             return merged.unsqueeze(2)
@@ -278,20 +220,6 @@ class LayerKV:
             raise ShapeError("q", f"[B, Hq, T, Dk] = {shape}", tuple(q.shape))
         self._pending = None
         return pending
-
-    def _attend(self, queries: Queries, scale: float, softcap: float | None, sinks: Tensor | None) -> Partial:
-        """In one call of one kernel, unless raw and packed pages need different ones."""
-        books = self.sequences
-        raw = PageSet(self.open.pages, books.raw_table.tensor, self.raw_layout, self.raw_k, self.raw_v, raw=True)
-        packed = PageSet(self.sealed.pages, books.packed_table.tensor, self.layout, self.k, self.v, raw=False)
-        sets = [raw, packed] if self.sealed.pool.used_pages else [raw]
-        if len(sets) == 1 or self.kernel.name == self.raw_kernel.name:
-            return self.raw_kernel.attend(queries, sets, self.rule, scale=scale, softcap=softcap, sinks=sinks)
-        partials = [
-            kernel.attend(queries, [pages], self.rule, scale=scale, softcap=softcap)
-            for kernel, pages in zip((self.raw_kernel, self.kernel), sets, strict=True)
-        ]
-        return merge(partials, sinks)
 
     # ---- sequences -------------------------------------------------------------------------------------------------
 
@@ -324,11 +252,6 @@ class LayerKV:
         """Raise NotFinite if keys or values were not finite; it stays so until `clear`. Waits for the device; on the CPU `append` has raised."""
         self.finite.check()
 
-    @property
-    def saturated_elements(self) -> int:
-        """Elements that were beyond their codec's range when their page was sealed, ever. Waits for the device."""
-        return int(self._saturated)
-
     def sealed_page(self, row: int, page: int) -> Page:
         """Page `page` of sequence `row` as it would leave the process. Raises Unsupported if it is not sealed here, NotFinite as `check`."""
         packed = self.rows[row].packed
@@ -349,15 +272,6 @@ class LayerKV:
             raw_bytes=self.raw_layout.nbytes * len({page for row in self.rows for page in row.raw.values()}),
             allocated_bytes=self.sealed.allocated_bytes,
         )
-
-
-def _rule(spec: LayerSpec, chosen: Format) -> Rule:
-    """Raises UsageError if sink and window of a format are not whole pages."""
-    tokens = spec.geometry.page_tokens
-    for name, raw_tokens in (("sink", chosen.sink_tokens), ("window", chosen.window_tokens)):
-        if raw_tokens % tokens:
-            raise UsageError(f"{name} of {chosen}", f"a multiple of this cache's pages of {tokens} tokens", raw_tokens)
-    return Rule(tokens, chosen.sink_tokens // tokens, chosen.window_tokens // tokens, spec.sliding_tokens)
 
 
 def _ragged(x: Tensor, valid: Tensor | None) -> Tensor:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
-
 from kvarto.cache.pool import PagePool
-from kvarto.cache.tables import send
 from kvarto.jit import torch
 
 if TYPE_CHECKING:
@@ -48,14 +45,6 @@ class PageStore:
         if self.pool.extent_pages > len(self.pages):
             self._grow(self.pool.extent_pages)
         return ids
-
-    def index(self, ids: Sequence[int]) -> Tensor:
-        """Page ids as an index on the store's device, int64 [len(ids)], without waiting for it."""
-        return send(np.array(ids, np.int64), self.pages.device)
-
-    def put(self, ids: Sequence[int], pages: Tensor) -> None:
-        """Write whole pages, uint8 [len(ids), page_nbytes]."""
-        self.pages[self.index(ids)] = pages
 
     def copy(self, page: int) -> int:
         """A fresh page with the bytes of another."""

@@ -66,11 +66,11 @@ def seal_pages(
     """Encode row raw_ids[i] of raw_pages into row sealed_ids[i] of sealed_pages; a page with a negative sealed id is skipped.
 
     raw_pages     uint8 [Praw, raw_page_nbytes]: full pages of a raw codec, finite
-    sealed_pages  uint8 [P, page_nbytes]; rows that are not named stay as they are
+    sealed_pages  uint8 [P, page_nbytes]; rows that are not named stay as they are. Rows of both are contiguous, at any distance
     raw_ids, sealed_ids   int32 [n]; a row of sealed_pages is named once
     saturated     int64 [1], to which the number of clamped elements (`Codec.saturated`) is added; None: they are not counted
 
-    All tensors contiguous and on one device; their values are not looked at on the host, and nothing is allocated, but that scales of fp8 go to
+    All tensors on one device, ids contiguous; their values are not looked at on the host, and nothing is allocated, but that scales of fp8 go to
     the device at the first call with them: so that call must not be the one that a CUDA graph records. `supports` must have said yes.
     """
     pages = raw_ids.numel()
@@ -78,7 +78,9 @@ def seal_pages(
     assert sealed_pages.shape[1] == layout.nbytes, (sealed_pages.shape, layout.nbytes)
     assert sealed_ids.numel() == pages, (sealed_ids.shape, raw_ids.shape)
     assert raw_ids.dtype == sealed_ids.dtype == torch.int32, (raw_ids.dtype, sealed_ids.dtype)
-    assert all(tensor.is_contiguous() for tensor in (raw_pages, raw_ids, sealed_pages, sealed_ids))
+    assert raw_pages.stride(1) == sealed_pages.stride(1) == 1
+    assert raw_ids.is_contiguous()
+    assert sealed_ids.is_contiguous()
     if pages == 0:
         return
     k, v = (
@@ -92,9 +94,9 @@ def seal_pages(
         saturated,
         _scales(k_sealing, str(raw_pages.device)),
         _scales(v_sealing, str(raw_pages.device)),
-        raw_layout.nbytes,
+        raw_pages.stride(0),
         raw_layout.pair_nbytes,
-        layout.nbytes,
+        sealed_pages.stride(0),
         layout.pair_nbytes,
         k,
         v,
