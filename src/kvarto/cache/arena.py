@@ -61,6 +61,10 @@ class Arena:
         """Blocks of this kind, were all memory theirs."""
         return len(self._extents) * self._slots[kind]
 
+    def fits(self, counts: dict[int, int]) -> bool:
+        """So many blocks of each kind could be in use together."""
+        return sum(-(-count // self._slots[kind]) for kind, count in counts.items()) <= len(self._extents)
+
     def room(self, kind: int) -> int:
         """Blocks of this kind that can be taken now."""
         return len(self._unused) * self._slots[kind] + self.free_slots(kind)

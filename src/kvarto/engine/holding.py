@@ -41,6 +41,15 @@ class Group:
             if earlier >= self.rule.sink_pages:
                 yield earlier, self.sealed
 
+    def most_blocks(self, tokens: int, step_tokens: int) -> dict[int, int]:
+        """The most blocks of each kind that a sequence holds until it has so many tokens, of which a step adds at most `step_tokens`."""
+        rule = self.rule
+        pages, brought = -(-tokens // rule.page_tokens), -(-step_tokens // rule.page_tokens) + 1
+        sealed = max(0, pages - rule.sink_pages)
+        if rule.sliding_tokens is not None:
+            sealed = min(sealed, -(-rule.sliding_tokens // rule.page_tokens) + 1 + brought)
+        return {self.raw: min(pages, rule.sink_pages + rule.window_pages + 1), self.sealed: sealed}
+
 
 @dataclass(frozen=True)
 class Placement:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, get_layer_types_and_kwargs
@@ -17,6 +17,9 @@ from kvarto.attention import LayerSpec
 from kvarto.errors import Unsupported, UsageError
 from kvarto.integrations.interface import decoders
 from kvarto.layout import Geometry
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _OWN_CACHE = "use the model's own cache"
 _ATTENTION_TYPES = ("full_attention", "sliding_attention")
@@ -160,3 +163,20 @@ def _geometry(name: str, config: Any) -> Geometry:
     if k_dim % 8 or v_dim % 8:
         raise Unsupported(f"{name}: head dimension {k_dim} (values {v_dim}) is not a multiple of 8; {_OWN_CACHE}")
     return Geometry(heads, k_dim, v_dim)
+
+
+def check_options(module: Any, query: Tensor, options: dict[str, Any]) -> None:
+    """Raise Unsupported if the attention function is asked for something that kvarto does not compute."""
+    name = type(module).__name__
+    for option, meaning in OPTIONS.items():
+        if options.get(option) is not None and options[option] is not False:
+            raise Unsupported(f"{name} asks for {meaning}; use the model's own cache")
+    if options.get("dropout"):
+        raise Unsupported(f"{name} asks for dropout; call model.eval()")
+    if query.requires_grad:
+        raise Unsupported(
+            f"{name} wants gradients, and kvarto is for inference; call the model under torch.inference_mode()"
+        )
+    causal = options.get("is_causal")
+    if not (getattr(module, "is_causal", True) if causal is None else causal):
+        raise Unsupported(f"{name} attends in both directions; use the model's own cache")

@@ -20,7 +20,7 @@ from kvarto.attention import Footprint, LayerKV, LayerSpec, PagedKV
 from kvarto.errors import ShapeError, Unsupported, UsageError
 from kvarto.formats import Format, Policy, parse_policy
 from kvarto.integrations.interface import Columns, attach, is_attached, mark
-from kvarto.integrations.quirks import OPTIONS, plan_layers
+from kvarto.integrations.quirks import check_options, plan_layers
 
 _START_AGAIN = "call cache.reset() and start again"
 
@@ -100,7 +100,7 @@ class _Layer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
             raise Unsupported(
                 f"{name} masks with a window of {got} tokens, its config says {expected}; use the model's own cache"
             )
-        _check_options(module, query, options)
+        check_options(module, query, options)
         self.columns += query.shape[
             2
         ]  # before anything is stored: should that break off, `Cache.held_columns` will notice
@@ -348,20 +348,3 @@ def _policy(policy: str | Format | Policy) -> Policy:
     if isinstance(policy, Format):
         return Policy(policy)
     return policy if isinstance(policy, Policy) else parse_policy(policy)
-
-
-def _check_options(module: Any, query: Tensor, options: dict[str, Any]) -> None:
-    """Raise Unsupported if the attention function is asked for something that kvarto does not compute."""
-    name = type(module).__name__
-    for option, meaning in OPTIONS.items():
-        if options.get(option) is not None and options[option] is not False:
-            raise Unsupported(f"{name} asks for {meaning}; use the model's own cache")
-    if options.get("dropout"):
-        raise Unsupported(f"{name} asks for dropout; call model.eval()")
-    if query.requires_grad:
-        raise Unsupported(
-            f"{name} wants gradients, and kvarto is for inference; call the model under torch.inference_mode()"
-        )
-    causal = options.get("is_causal")
-    if not (getattr(module, "is_causal", True) if causal is None else causal):
-        raise Unsupported(f"{name} attends in both directions; use the model's own cache")

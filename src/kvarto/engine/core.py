@@ -1,0 +1,142 @@
+"""The engine without threads: requests in, steps one after another, what each step brought out.
+
+A step: the scheduler says who goes on, the books say where, the model computes all of it in one forward pass, the samplers choose the next tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvarto.engine.forward import Forward
+from kvarto.engine.memory import Compute, Memory
+from kvarto.engine.request import Finish, Request
+from kvarto.engine.sampling import Choice, choose
+from kvarto.engine.scheduler import Scheduler
+from kvarto.engine.step import Step
+from kvarto.errors import KvartoError, UsageError
+from kvarto.formats import Policy
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a step brought a request: perhaps a token, perhaps its end; `error` says why for Finish.ERROR."""
+
+    request: Request
+    choice: Choice | None = None
+    finish: Finish | None = None
+    error: str = ""
+
+
+class EngineCore:
+    """`step_tokens`: most tokens of a step; `most_running`: most requests of a step. `poison`: freed memory becomes NaN, for tests.
+
+    Raises Unsupported or UsageError when the model, a policy or the budget cannot be served.
+    """
+
+    def __init__(
+        self, model: Any, policies: Sequence[Policy], *, memory_bytes: int, step_tokens: int = 512, most_running: int = 64,
+        kernel: str | None = None, poison: bool = False,
+    ) -> None:  # fmt: skip
+        for name, value in (("step_tokens", step_tokens), ("most_running", most_running)):
+            if value < 1:
+                raise UsageError(name, "at least 1", value)
+        if step_tokens < most_running:
+            raise UsageError("step_tokens", f"at least most_running, {most_running}", step_tokens)
+        self.forward, self.device = Forward(model), model.device
+        compute = Compute(model.dtype, model.device, kernel)
+        self.memory = Memory(
+            self.forward.specs, policies, compute, budget_bytes=memory_bytes, step_tokens=step_tokens, poison=poison
+        )
+        self.scheduler = Scheduler(self.memory.begin, step_tokens=step_tokens, most_running=most_running)
+        self.context_tokens = int(getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", 2**31))
+        self.eos_tokens = _eos_tokens(model)
+        self.steps = 0
+
+    def why_not(self, request: Request) -> UsageError | None:
+        """Why a request cannot be served, ever, or None."""
+        tokens, vocabulary = request.prompt_tokens, self.forward.vocabulary
+        if wrong := [token for token in request.tokens if not 0 <= token < vocabulary]:
+            return UsageError("prompt", f"tokens from 0 to {vocabulary - 1}", wrong[0])
+        if request.most_tokens > self.context_tokens:
+            got = f"a prompt of {tokens} and max_tokens {request.sampling.max_tokens}"
+            return UsageError("max_tokens", f"at most {self.context_tokens} tokens together with the prompt", got)
+        if reason := self.memory.why_not(request):
+            return UsageError("max_tokens", "a request that fits the memory", reason, "give the engine more memory")
+        return None
+
+    def add(self, request: Request) -> None:
+        """Raises UsageError as `why_not`."""
+        if error := self.why_not(request):
+            raise error
+        self.scheduler.add(request)
+
+    def abort(self, request: Request) -> None:
+        """Nobody wants it any more: what it holds is free at once. Nothing happens if it is over."""
+        self.scheduler.remove(request)
+        request.finish = request.finish or Finish.ABORT
+
+    @property
+    def idle(self) -> bool:
+        """Nobody is here."""
+        return not self.scheduler.running and not self.scheduler.waiting
+
+    def step(self) -> list[Output]:
+        """Compute a step. An error of the model ends the requests of this step, and not the engine."""
+        works = self.scheduler.schedule()
+        if not works:
+            return []
+        self.steps += 1
+        try:
+            step = Step(self.memory, works, self.device)
+            logits = self.forward.run(step, step.last_tokens)
+            broken = step.broken()
+        except (RuntimeError, KvartoError) as error:
+            _log.exception("a step of %d requests failed", len(works))
+            return [self._fail(work.request, f"{type(error).__name__}: {error}") for work in works]
+        outputs = [
+            self._fail(work.request, "keys or values were not finite; check the model's weights") for work in broken
+        ]
+        going = [work for work in step.works if work not in broken]
+        rows = [row for row, work in enumerate(w for w in step.works if w.samples) if work not in broken]
+        sampled = [work.request for work in going if work.samples]
+        for work in going:
+            work.request.holding.commit(work.request.tokens)
+        choices = choose(logits[rows], sampled) if sampled else []
+        return outputs + [self._accept(request, choice) for request, choice in zip(sampled, choices, strict=True)]
+
+    def _accept(self, request: Request, choice: Choice) -> Output:
+        """The next token of a request."""
+        request.tokens.append(choice.token)
+        sampling = request.sampling
+        stops = choice.token in sampling.stop_token_ids or (choice.token in self.eos_tokens and not sampling.ignore_eos)
+        if stops:
+            request.finish = Finish.STOP
+        elif len(request.tokens) >= request.most_tokens:
+            request.finish = Finish.LENGTH
+        if request.finish:
+            self.scheduler.remove(request)
+        return Output(request, choice, request.finish)
+
+    def _fail(self, request: Request, reason: str) -> Output:
+        request.finish = Finish.ERROR
+        self.scheduler.remove(request)
+        return Output(request, finish=Finish.ERROR, error=reason)
+
+    def check(self) -> None:
+        """Assert that the books balance."""
+        self.memory.prefixes.check()
+        assert all(request.holding is not None for request in self.scheduler.running)
+        assert all(request.holding is None for request in self.scheduler.waiting)
+
+
+def _eos_tokens(model: Any) -> frozenset[int]:
+    """What ends a text, by the model's generation config."""
+    ids = getattr(model.generation_config, "eos_token_id", None)
+    if ids is None:
+        return frozenset()
+    return frozenset([ids] if isinstance(ids, int) else ids)

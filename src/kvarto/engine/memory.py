@@ -1,0 +1,180 @@
+"""The engine's memory: one stretch of bytes under one budget, and what each layer of each offered policy sees of it.
+
+A block holds the pages of all layers of a group one after another. So page tables are shared by the layers of a group, and layer i looks at the same
+addresses i pages further on. Behind the arena lies the scratch (holding.py), for raw pages that live for a layer's part of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvarto.cache.arena import UNIT_BYTES, Arena
+from kvarto.cache.prefix import PrefixCache
+from kvarto.engine.holding import Group, Holding, Scratch
+from kvarto.engine.request import Request
+from kvarto.formats import Format, Policy, raw_format
+from kvarto.jit import torch
+from kvarto.layer_pages import LayerPages, LayerSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Compute:
+    """What the model computes in and where; `kernel` names the attention kernel, None is the best."""
+
+    dtype: torch.dtype
+    device: torch.device
+    kernel: str | None = None
+
+    @property
+    def raw_format(self) -> Format:
+        """Of raw pages. Raises Unsupported."""
+        return raw_format(str(self.dtype).removeprefix("torch."))
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer under a policy: what is done with its pages, the number of its group, and its bytes: views whose rows are addresses."""
+
+    pages: LayerPages
+    group: int
+    raw: Tensor
+    raw_numbers: tuple[Tensor, Tensor]
+    sealed: Tensor
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A policy that the engine offers: groups for the books, layers for the model."""
+
+    policy: Policy
+    groups: list[Group]
+    layers: list[Layer]
+
+    @property
+    def kernel_names(self) -> str:
+        """The kernels really used, for packed pages and for raw ones: one name when all agree."""
+        names = {kernel.name for layer in self.layers for kernel in (layer.pages.kernel, layer.pages.raw_kernel)}
+        return ", ".join(sorted(names))
+
+
+class Memory:
+    """Storage of `budget_bytes` at most (and a little for the scratch) for the layers of a model under some policies.
+
+    Raises UsageError if the budget is too small, and whatever LayerPages raises.
+    """
+
+    def __init__(
+        self, specs: Sequence[LayerSpec], policies: Sequence[Policy], compute: Compute, *,
+        budget_bytes: int, step_tokens: int, poison: bool = False,
+    ) -> None:  # fmt: skip
+        self.step_tokens = step_tokens
+        plans = [_Plan(specs, policy, compute) for policy in policies]
+        kinds: list[tuple[int, int]] = []
+        for plan in plans:
+            plan.choose_kinds(kinds)
+        self.arena = Arena(budget_bytes, [layers * page_bytes for layers, page_bytes in kinds])
+        self.prefixes = PrefixCache(self.arena, move=self._move, freed=self._poison if poison else _ignore)
+        page_tokens = specs[0].geometry.page_tokens
+        scratch_pages = step_tokens // page_tokens
+        scratch = max(
+            (scratch_pages + len(group)) * group[0].raw_layout.nbytes
+            for plan in plans
+            for group in plan.groups.values()
+        )
+        self._bytes = torch.empty(self.arena.nbytes + scratch, dtype=torch.uint8, device=compute.device)
+        if poison:
+            self._bytes.fill_(0xFF)  # NaN in every float
+        self.offers = [plan.offer(self._view) for plan in plans]
+        page_units = {kind: page_bytes // UNIT_BYTES for kind, (_, page_bytes) in enumerate(kinds)}
+        self.scratch = Scratch(self.arena.nbytes // UNIT_BYTES, page_units, scratch_pages)
+
+    def begin(self, request: Request) -> Holding:
+        """Open the books of a request. Prefixes are shared by policy and by the request's own identity."""
+        return Holding(self.prefixes, (request.policy, request.identity), self.offers[request.policy].groups)
+
+    def why_not(self, request: Request) -> str | None:
+        """Why a request could never run to its end, or None."""
+        counts: dict[int, int] = {}
+        for group in self.offers[request.policy].groups:
+            counts |= group.most_blocks(request.most_tokens, self.step_tokens)
+        if self.arena.fits(counts):
+            return None
+        needed = sum(count * self.arena.block_bytes(kind) for kind, count in counts.items())
+        return f"{request.most_tokens} tokens need {needed} bytes of cache, of {self.arena.nbytes}"
+
+    def _view(self, offset: int, nbytes: int) -> Tensor:
+        """uint8 [addresses, nbytes]: the bytes from `offset` behind each address on."""
+        rows = (len(self._bytes) - offset - nbytes) // UNIT_BYTES + 1
+        return self._bytes.as_strided((rows, nbytes), (UNIT_BYTES, 1), offset)
+
+    def _block(self, kind: int, block: int) -> Tensor:
+        first = block * UNIT_BYTES
+        return self._bytes[first : first + self.arena.block_bytes(kind)]
+
+    def _move(self, kind: int, moves: list[tuple[int, int]]) -> None:
+        for source, target in moves:
+            self._block(kind, target).copy_(self._block(kind, source))
+
+    def _poison(self, kind: int, blocks: list[int]) -> None:
+        """What must not be read any more is made NaN: for tests."""
+        for block in blocks:
+            self._block(kind, block).fill_(0xFF)
+
+
+def _ignore(_kind: int, _blocks: list[int]) -> None:
+    """Freed blocks keep their bytes."""
+
+
+class _Plan:
+    """The layers of a policy, in groups of equal format and geometry, before there is memory."""
+
+    def __init__(self, specs: Sequence[LayerSpec], policy: Policy, compute: Compute) -> None:
+        self._policy, self._kinds = policy, list[tuple[int, int]]()
+        raw = compute.raw_format
+        formats = [policy.for_layer(i, len(specs), raw) for i in range(len(specs))]
+        self._layers = [
+            LayerPages(spec, chosen, raw, dtype=compute.dtype, device=compute.device, kernel=compute.kernel)
+            for spec, chosen in zip(specs, formats, strict=True)
+        ]
+        self.groups: dict[tuple[LayerSpec, Format], list[LayerPages]] = {}
+        for layer in self._layers:
+            self.groups.setdefault((layer.spec, layer.format), []).append(layer)
+
+    def choose_kinds(self, kinds: list[tuple[int, int]]) -> None:
+        """A kind, (layers, bytes of a page), for the raw and for the sealed blocks of each group; what another policy has already will do."""
+        mine: set[int] = set()
+        for group in self.groups.values():
+            raw, sealed = (
+                self._kind((len(group), layout.nbytes), kinds, mine)
+                for layout in (group[0].raw_layout, group[0].layout)
+            )
+            self._kinds.append((raw, sealed))
+
+    @staticmethod
+    def _kind(wanted: tuple[int, int], kinds: list[tuple[int, int]], mine: set[int]) -> int:
+        kind = next((kind for kind, other in enumerate(kinds) if other == wanted and kind not in mine), len(kinds))
+        if kind == len(kinds):
+            kinds.append(wanted)
+        mine.add(kind)
+        return kind
+
+    def offer(self, view: Callable[[int, int], Tensor]) -> Offer:
+        """With views of the memory."""
+        numbers = {key: number for number, key in enumerate(self.groups)}
+        layers = []
+        for pages in self._layers:
+            key = (pages.spec, pages.format)
+            place = next(i for i, other in enumerate(self.groups[key]) if other is pages)
+            raw = view(place * pages.raw_layout.nbytes, pages.raw_layout.nbytes)
+            sealed = view(place * pages.layout.nbytes, pages.layout.nbytes)
+            layers.append(Layer(pages, numbers[key], raw, pages.raw_views(raw), sealed))
+        groups = [
+            Group(group[0].rule, raw, sealed)
+            for group, (raw, sealed) in zip(self.groups.values(), self._kinds, strict=True)
+        ]
+        return Offer(self._policy, groups, layers)

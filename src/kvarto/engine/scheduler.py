@@ -1,0 +1,116 @@
+"""Who goes on in the next step: continuous batching under a budget of tokens a step and of memory. No torch.
+
+Requests that generate come first, so that a long prompt does not make them wait; then prompts, a chunk of as many tokens as are left. When memory
+runs out, the request of the lowest rank is *preempted*: it lets go of its blocks and waits, its full pages stay findable as long as there is room,
+and the rest is computed again. A waiting request is let in as soon as its first chunk has room; nobody overtakes the first one that waits.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvarto.engine.holding import Holding
+from kvarto.engine.request import Request
+
+
+@dataclass(frozen=True)
+class Work:
+    """The next `count` tokens of a request, whose blocks are reserved."""
+
+    request: Request
+    count: int
+
+    @property
+    def samples(self) -> bool:
+        """The step computes the last token that is known, so the next one can be chosen."""
+        return self.count == self.request.missing
+
+
+class Scheduler:
+    """`begin` opens the books of a request that is let in; `step_tokens` at most are computed in a step, of `most_running` requests."""
+
+    def __init__(self, begin: Callable[[Request], Holding], *, step_tokens: int, most_running: int) -> None:
+        self._begin, self._step_tokens, self._most_running = begin, step_tokens, most_running
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self.preemptions = 0
+        self._arrived = 0
+
+    def add(self, request: Request) -> None:
+        """A new request."""
+        self._arrived += 1
+        request.order = self._arrived
+        self._wait(request)
+
+    def remove(self, request: Request) -> None:
+        """A request is over, or nobody wants it any more; it lets go of all that it holds. Does nothing if it is not here."""
+        if request in self.running:
+            self.running.remove(request)
+            request.holding.release()
+            request.holding = None
+        elif request in self.waiting:
+            self.waiting.remove(request)
+
+    def schedule(self) -> list[Work]:
+        """The next step: empty only if nobody is here, or the only one that could go on has no room for its next token, ever."""
+        works: dict[Request, Work] = {}
+        preempted = False
+        for request in sorted(self.running, key=lambda request: (request.missing > 1, request.rank)):
+            left = self._left(works)
+            if left == 0:
+                break
+            if request.holding is None:  # preempted for the sake of one before it
+                continue
+            _find(request)
+            count = min(request.missing, left)
+            while not request.holding.reserve(count):
+                victim = max(self.running, key=lambda other: other.rank)
+                self._preempt(victim)
+                works.pop(victim, None)
+                preempted = True
+                if victim is request:
+                    break
+            else:
+                works[request] = Work(request, count)
+        if not preempted:
+            self._let_in(works)
+        return list(works.values())
+
+    def _let_in(self, works: dict[Request, Work]) -> None:
+        while self.waiting and len(self.running) < self._most_running and (left := self._left(works)):
+            request = self.waiting[0]
+            request.holding = self._begin(request)
+            found = _find(request)
+            count = min(request.missing, left)
+            if not request.holding.reserve(count):
+                request.holding.release()
+                request.holding = None
+                request.cached_tokens -= found
+                return
+            self.running.append(self.waiting.pop(0))
+            works[request] = Work(request, count)
+
+    def _left(self, works: dict[Request, Work]) -> int:
+        return self._step_tokens - sum(work.count for work in works.values())
+
+    def _preempt(self, request: Request) -> None:
+        self.running.remove(request)
+        request.holding.release()
+        request.holding = None
+        request.preemptions += 1
+        self.preemptions += 1
+        self._wait(request)
+
+    def _wait(self, request: Request) -> None:
+        bisect.insort(self.waiting, request, key=lambda other: other.rank)
+
+
+def _find(request: Request) -> int:
+    """Take what the prefix cache has. What a preempted request computed itself does not count as cached."""
+    found: int = request.holding.find(request.tokens)
+    if request.preemptions:
+        return 0
+    request.cached_tokens += found
+    return found
