@@ -12,6 +12,8 @@
     │   ├── UnsupportedVersion
     │   ├── ChecksumMismatch
     │   └── PageMismatch             a sound page of another codec, geometry or size
+    ├── Overloaded                   the engine has as many requests waiting as it takes
+    ├── EngineClosed                 the engine is closing, or closed
     ├── BackendUnavailable           an optional package is missing or does not work here
     ├── FetchError                   a model or text could not be fetched
     └── IntegrityError               fetched bytes are not the bytes that were promised
@@ -99,6 +101,14 @@ class BackendUnavailable(KvartoError):
     def __init__(self, name: str, reason: str, remedy: str) -> None:
         self.name, self.reason, self.remedy = name, reason, remedy
         super().__init__(f"{name} is not available: {reason}; {remedy}")
+
+
+class Overloaded(KvartoError):
+    """So many requests wait that one more is refused. Try again later."""
+
+
+class EngineClosed(KvartoError):
+    """The engine takes no more requests."""
 
 
 class FetchError(KvartoError):

@@ -112,6 +112,8 @@ class EngineCore:
     def _accept(self, request: Request, choice: Choice) -> Output:
         """The next token of a request."""
         request.tokens.append(choice.token)
+        if request.guide is not None:
+            request.guide.accept(choice.token)
         sampling = request.sampling
         stops = choice.token in sampling.stop_token_ids or (choice.token in self.eos_tokens and not sampling.ignore_eos)
         if stops:

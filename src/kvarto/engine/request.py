@@ -7,7 +7,7 @@ import math
 import secrets
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from kvarto.errors import UsageError
 
@@ -73,6 +73,16 @@ class Finish(enum.StrEnum):
     ERROR = "error"
 
 
+class Guide(Protocol):
+    """Says what a text may go on with: a grammar, a JSON schema. One for each request, since it has a state."""
+
+    def apply(self, logits: Any) -> Any:
+        """logits float32 [V] with -inf for what may not come next; a tensor of its own."""
+
+    def accept(self, token: int) -> None:
+        """This token came next."""
+
+
 @dataclass(eq=False)
 class Request:
     """One sequence on its way through the engine.
@@ -81,6 +91,7 @@ class Request:
     policy       by its number among those that the engine offers
     identity     whose prefixes it may share: tenant salt, or None for everybody's
     priority     lower goes first; equal ones in the order of arrival
+    guide        what may be generated, None: everything
     holding      what it holds of the memory while it runs
     """
 
@@ -90,6 +101,7 @@ class Request:
     policy: int = 0
     identity: Hashable = None
     priority: int = 0
+    guide: Guide | None = None
     prompt_tokens: int = field(init=False)
     seed: int = field(init=False)
     order: int = field(default=0, init=False)

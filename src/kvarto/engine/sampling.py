@@ -31,8 +31,9 @@ def choose(logits: Tensor, requests: Sequence[Request]) -> list[Choice]:
     choices = []
     for row, request, likeliest in zip(logits, requests, greedy, strict=True):
         sampling, token = request.sampling, likeliest
-        if sampling.temperature > 0 or _penalizes(sampling):
-            token = _draw(_penalized(row, request), request)
+        if sampling.temperature > 0 or _penalizes(sampling) or request.guide is not None:
+            allowed = _penalized(row, request)
+            token = _draw(allowed if request.guide is None else request.guide.apply(allowed), request)
         choices.append(_describe(row, token, sampling.logprobs))
     return choices
 

@@ -1,0 +1,345 @@
+"""The engine: a thread that steps, and what others ask of it.
+
+    engine = Engine("smollm2", kv="int4", memory="2GiB")
+    for completion in engine.generate(["The capital of France is"], Sampling(max_tokens=16)):
+        print(completion.text)
+
+Other threads and event loops hand requests over and are told of every token; nobody else touches the model or the books.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import queue
+import re
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from kvarto.engine.core import EngineCore, Output
+from kvarto.engine.request import Finish, Guide, Request, Sampling
+from kvarto.engine.sampling import Choice
+from kvarto.engine.text import TextStream
+from kvarto.errors import EngineClosed, Overloaded, UnknownName, UsageError
+from kvarto.formats import parse_policy
+from kvarto.models.load import LoadedModel, load
+
+_log = logging.getLogger(__name__)
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(?:([KMGT])(i?)B?)?\s*", re.IGNORECASE)
+
+
+def parse_bytes(text: str | int, name: str = "memory") -> int:
+    """Bytes of "8GiB", "512M" (2^20 both, as M and MiB), "4GB" (10^9) or a number. Raises UsageError."""
+    match = _SIZE.fullmatch(str(text))
+    if not match or float(match[1]) == 0:
+        raise UsageError(name, "a size such as 8GiB, 512M or 4GB", repr(text))
+    unit = (match[2] or "").upper()
+    decimal = unit and not match[3] and str(text).strip().upper().endswith("B")
+    return int(float(match[1]) * (1000 if decimal else 1024) ** " KMGT".index(unit or " "))
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What is asked for: a text or tokens to go on from, and how.
+
+    kv         the format of its cache, None for the engine's first one
+    identity   whose prefixes it may share: a tenant's salt, or None for everybody's
+    priority   lower goes first
+    guide      what may be generated, or None for everything
+    """
+
+    prompt: str | Sequence[int]
+    sampling: Sampling = Sampling()
+    kv: str | None = None
+    identity: Hashable = None
+    priority: int = 0
+    guide: Guide | None = None
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What came of a request: tokens with their text (or text of earlier ones that was held back), and at the end why it ended."""
+
+    text: str = ""
+    choices: tuple[Choice, ...] = ()
+    finish: Finish | None = None
+    error: str = ""
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A request that was handed over. `deliver` is called by the engine's thread with each Delta and must not block."""
+
+    request: Request
+    deliver: Callable[[Delta], None]
+    text: TextStream | None
+    kv: str
+    followers: list[Ticket] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A request that is over. `text` is "" if the engine has no tokenizer."""
+
+    text: str
+    tokens: tuple[int, ...]
+    choices: tuple[Choice, ...]
+    finish: Finish
+    prompt_tokens: int
+    cached_tokens: int
+    kv: str
+    error: str = ""
+
+
+class Engine:
+    """A model served with its KV cache in one or more formats.
+
+    model     a name, folder or hub id (kvarto.models), or a LoadedModel
+    kv        the format of requests that name none; `also`: others that they may name, all under one budget
+    memory    bytes for keys and values, such as "8GiB"
+    most_waiting   more requests than that are refused with Overloaded
+
+    Raises what load, EngineCore and parse_policy raise. Close it, or use it in a `with`.
+    """
+
+    def __init__(
+        self, model: str | LoadedModel, *, kv: str = "int4", also: Sequence[str] = (), memory: str | int = "1GiB",
+        most_waiting: int = 1024, **options: Any,
+    ) -> None:  # fmt: skip
+        policies = [parse_policy(text) for text in (kv, *also)]
+        self.formats = [str(policy) for policy in policies]
+        if twice := [name for i, name in enumerate(self.formats) if name in self.formats[:i]]:
+            raise UsageError("also", "formats that differ from kv and from each other", twice[0])
+        self.loaded = load(model) if isinstance(model, str) else model
+        self.core = EngineCore(self.loaded.model, policies, memory_bytes=parse_bytes(memory), **options)
+        self._most_waiting = most_waiting
+        self._names, self._inbox = itertools.count(1), deque[Callable[[], None]]()
+        self._tickets: dict[Request, Ticket] = {}
+        self._handed = 0
+        self._change = threading.Condition()
+        self._closing, self._failure = False, ""
+        self._thread = threading.Thread(target=self._run, name="kvarto engine", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's."""
+        return self.loaded.tokenizer
+
+    # ---- requests --------------------------------------------------------------------------------------------------
+
+    def submit(self, ask: Ask, deliver: Callable[[Delta], None]) -> Ticket:
+        """Hand over a request; `deliver` is told of it by the engine's thread. Raises UsageError, UnknownName, Overloaded or EngineClosed."""
+        return self.submit_many([ask], [deliver])[0]
+
+    def submit_many(self, asks: Sequence[Ask], delivers: Sequence[Callable[[Delta], None]]) -> list[Ticket]:
+        """Requests with one prompt: the others begin once the first has computed it, and find its pages. Raises as `submit`, for all or none."""
+        tickets = [self._ticket(ask, deliver) for ask, deliver in zip(asks, delivers, strict=True)]
+        tickets[0].followers = tickets[1:]
+        self._hand_over(tickets)
+        return tickets
+
+    def abort(self, ticket: Ticket) -> None:
+        """Nobody wants it any more. What it holds is free before the next step; nothing more is delivered."""
+        self._tell(lambda: self._abort(ticket))
+
+    def generate(
+        self, prompts: Sequence[str | Sequence[int] | Ask], sampling: Sampling | None = None, *, kv: str | None = None
+    ) -> list[Completion]:
+        """Complete all prompts, together, and return when the last one is done. `sampling` and `kv` are for those that are no Ask."""
+        asks = [prompt if isinstance(prompt, Ask) else Ask(prompt, sampling or Sampling(), kv=kv) for prompt in prompts]
+        arrived: queue.SimpleQueue[tuple[int, Delta]] = queue.SimpleQueue()
+        tickets: list[Ticket] = []
+        deltas: list[list[Delta]] = [[] for _ in asks]
+        try:
+            for i, ask in enumerate(asks):
+                tickets.append(self.submit(ask, partial(_put, arrived, i)))
+            left = len(asks)
+            while left:
+                i, delta = arrived.get()
+                deltas[i].append(delta)
+                left -= delta.finish is not None
+        except BaseException:  # refused halfway, or interrupted
+            for ticket in tickets:
+                self.abort(ticket)
+            raise
+        return [_completion(ticket, each) for ticket, each in zip(tickets, deltas, strict=True)]
+
+    async def stream(self, ask: Ask) -> AsyncIterator[Delta]:
+        """What comes of a request, as it comes. Who stops listening ends it."""
+        loop, arrived = asyncio.get_running_loop(), asyncio.Queue[Delta]()
+
+        def deliver(delta: Delta) -> None:
+            loop.call_soon_threadsafe(arrived.put_nowait, delta)
+
+        ticket = self.submit(ask, deliver)
+        try:
+            while True:
+                delta = await arrived.get()
+                yield delta
+                if delta.finish is not None:
+                    return
+        finally:
+            self.abort(ticket)
+
+    def close(self, *, drain: bool = False, timeout_seconds: float = 60.0) -> None:
+        """Stop: at once, which ends what runs with Finish.ABORT, or with `drain` once everybody is served, if that is in time."""
+        with self._change:
+            self._closing = True
+            self._change.notify()
+        if drain:
+            self._thread.join(timeout_seconds)
+        self._tell(self._abort_all, closing=True)
+        self._thread.join(timeout_seconds)
+
+    # ---- handing over ----------------------------------------------------------------------------------------------
+
+    def policy_of(self, kv: str | None) -> int:
+        """The number of an offered format. Raises UnknownName that says what is offered, or what parse_policy raises."""
+        if kv is None:
+            return 0
+        name = str(parse_policy(kv))
+        if name not in self.formats:
+            raise UnknownName("kv_format", kv, self.formats)
+        return self.formats.index(name)
+
+    def _ticket(self, ask: Ask, deliver: Callable[[Delta], None]) -> Ticket:
+        prompt, sampling, policy = ask.prompt, ask.sampling, self.policy_of(ask.kv)
+        tokens = list(self.tokenizer(prompt)["input_ids"]) if isinstance(prompt, str) else list(prompt)
+        request = Request(
+            f"request-{next(self._names)}", tokens, sampling, policy, ask.identity, ask.priority, ask.guide
+        )
+        if error := self.core.why_not(request):
+            raise error
+        text = None if self.tokenizer is None else TextStream(self.tokenizer, sampling.stop)
+        if text is None and sampling.stop:
+            raise UsageError("stop", "no stop strings, since this engine has no tokenizer", sampling.stop)
+        return Ticket(request, deliver, text, self.formats[policy])
+
+    def _hand_over(self, tickets: Sequence[Ticket]) -> None:
+        with self._change:
+            if self._closing:
+                raise EngineClosed(self._failure or "the engine is closing and takes no more requests")
+            waiting = len(self.core.scheduler.waiting) + self._handed
+            if waiting + len(tickets) > self._most_waiting:
+                raise Overloaded(f"{waiting} requests wait already, of {self._most_waiting} at most; try again later")
+            self._handed += len(tickets)
+        self._tell(lambda: self._add(tickets[0]))
+
+    def _tell(self, message: Callable[[], None], *, closing: bool = False) -> None:
+        """Let the engine's thread do something between two steps."""
+        with self._change:
+            if self._thread.is_alive() or not closing:
+                self._inbox.append(message)
+            self._change.notify()
+
+    # ---- the engine's thread ---------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._loop()
+        except Exception as error:  # a fault of ours: whoever waits must hear of it
+            _log.exception("the engine stopped")
+            with self._change:
+                self._closing, self._failure = True, f"the engine stopped: {type(error).__name__}: {error}"
+                messages = list(self._inbox)
+            for message in messages:
+                message()
+            self._abort_all()
+            raise
+
+    def _loop(self) -> None:
+        while True:
+            with self._change:
+                self._change.wait_for(lambda: self._inbox or self._closing or not self.core.idle)
+                messages = list(self._inbox)
+                self._inbox.clear()
+                if self._closing and not messages and self.core.idle:
+                    return
+            for message in messages:
+                message()
+            for output in self.core.step():
+                self._deliver(output)
+
+    def _add(self, ticket: Ticket) -> None:
+        with self._change:
+            self._handed -= 1
+        if ticket.request.finish is None:  # else it was aborted before it began
+            self._tickets[ticket.request] = ticket
+            self.core.scheduler.add(ticket.request)
+
+    def _abort(self, ticket: Ticket) -> None:
+        self._tickets.pop(ticket.request, None)
+        self.core.abort(ticket.request)
+        self._let_follow(ticket)
+
+    def _abort_all(self) -> None:
+        while self._tickets:
+            ticket = next(iter(self._tickets.values()))
+            self._abort(ticket)
+            if self._failure:
+                ticket.request.finish = Finish.ERROR
+            self._say(ticket, Delta(finish=ticket.request.finish, error=self._failure))
+
+    def _deliver(self, output: Output) -> None:
+        ticket = self._tickets[output.request]
+        text, finish = "", output.finish
+        if ticket.text is not None and output.choice is not None:
+            # A token that ends the text is not part of it.
+            text = ticket.text.feed(output.choice.token) if finish != Finish.STOP else ""
+            if ticket.text.stopped and finish is None:
+                finish = ticket.request.finish = Finish.STOP
+                self.core.abort(ticket.request)
+            if finish is not None:
+                text += ticket.text.finish()
+                if ticket.text.stopped:
+                    finish = Finish.STOP
+        if finish is not None:
+            output.request.finish = finish
+            del self._tickets[output.request]
+        choices = () if output.choice is None else (output.choice,)
+        self._say(ticket, Delta(text, choices, finish, output.error))
+        self._let_follow(ticket)
+
+    def _let_follow(self, ticket: Ticket) -> None:
+        """The prompt is computed, or nobody will: who has the same one may begin."""
+        followers, ticket.followers = ticket.followers, []
+        for follower in followers:
+            self._add(follower)
+
+    @staticmethod
+    def _say(ticket: Ticket, delta: Delta) -> None:
+        try:
+            ticket.deliver(delta)
+        except RuntimeError:  # an event loop that is gone
+            _log.debug("nobody listens to %s any more", ticket.request.id)
+
+
+def _put(arrived: queue.SimpleQueue[tuple[int, Delta]], i: int, delta: Delta) -> None:
+    arrived.put((i, delta))
+
+
+def _completion(ticket: Ticket, deltas: Sequence[Delta]) -> Completion:
+    request, last = ticket.request, deltas[-1]
+    assert last.finish is not None
+    return Completion(
+        text="".join(delta.text for delta in deltas),
+        tokens=tuple(request.generated),
+        choices=tuple(choice for delta in deltas for choice in delta.choices),
+        finish=last.finish,
+        prompt_tokens=request.prompt_tokens,
+        cached_tokens=request.cached_tokens,
+        kv=ticket.kv,
+        error=last.error,
+    )
