@@ -54,7 +54,7 @@ class Ask:
     """
 
     prompt: str | Sequence[int]
-    sampling: Sampling = Sampling()
+    sampling: Sampling = field(default_factory=Sampling)
     kv: str | None = None
     identity: Hashable = None
     priority: int = 0
