@@ -67,7 +67,7 @@ class Scheduler:
             count = min(request.missing, left)
             while not request.holding.reserve(count):
                 victim = max(self.running, key=lambda other: other.rank)
-                self._preempt(victim)
+                self.preempt(victim)
                 works.pop(victim, None)
                 preempted = True
                 if victim is request:
@@ -95,7 +95,8 @@ class Scheduler:
     def _left(self, works: dict[Request, Work]) -> int:
         return self._step_tokens - sum(work.count for work in works.values())
 
-    def _preempt(self, request: Request) -> None:
+    def preempt(self, request: Request) -> None:
+        """A running request lets go of what it holds, and waits. What of it is not found again will be computed again."""
         self.running.remove(request)
         request.holding.release()
         request.holding = None
