@@ -200,7 +200,7 @@ class Engine:
             self._change.notify()
         if drain:
             self._thread.join(timeout_seconds)
-        self._tell(self._abort_all, closing=True)
+        self._tell(self._abort_all)
         self._thread.join(timeout_seconds)
 
     # ---- handing over ----------------------------------------------------------------------------------------------
@@ -235,13 +235,13 @@ class Engine:
             if waiting + len(tickets) > self._most_waiting:
                 raise Overloaded(f"{waiting} requests wait already, of {self._most_waiting} at most; try again later")
             self._handed += len(tickets)
-        self._tell(lambda: self._add(tickets[0]))
+            self._inbox.append(lambda: self._add(tickets[0]))
+            self._change.notify()
 
-    def _tell(self, message: Callable[[], None], *, closing: bool = False) -> None:
-        """Let the engine's thread do something between two steps."""
+    def _tell(self, message: Callable[[], None]) -> None:
+        """Let the engine's thread do something between two steps, if it still runs."""
         with self._change:
-            if self._thread.is_alive() or not closing:
-                self._inbox.append(message)
+            self._inbox.append(message)
             self._change.notify()
 
     # ---- the engine's thread ---------------------------------------------------------------------------------------
@@ -254,6 +254,7 @@ class Engine:
             with self._change:
                 self._closing, self._failure = True, f"the engine stopped: {type(error).__name__}: {error}"
                 messages = list(self._inbox)
+                self._inbox.clear()
             for message in messages:
                 message()
             self._abort_all()
