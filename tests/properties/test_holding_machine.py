@@ -163,7 +163,8 @@ class HoldingMachine(RuleBasedStateMachine):
             holding = request.holding
             page, rest = divmod(holding.length, S)
             for group in self.groups:
-                needed = set(group.needed(page)) | ({(page, group.raw)} if rest else set())
+                needed = {(earlier, kind) for kind, pages in group.needed(page) for earlier in pages}
+                needed |= {(page, group.raw)} if rest else set()
                 first = group.rule.first_page(holding.length)  # the page may be behind the window by now
                 needed = {(earlier, kind) for earlier, kind in needed if earlier >= first}
                 held = {(p, kind) for kind in (group.raw, group.sealed) for p in holding._held[kind]}

@@ -73,8 +73,9 @@ class PrefixMachine(RuleBasedStateMachine):
             # Refused only if all is held, and no extent of another kind could be emptied into others.
             assert self.cache.idle_bytes == 0
             assert self.arena.room(kind) == 0
-            for number, other, blocks in self.arena.extents():
-                assert other == kind or len(blocks) > self.arena.free_slots(other) - self.arena.free_in(number)
+            for number in range(self.arena.extent_count):
+                other, used = self.arena.kind_of(number), self.arena.used_in(number)
+                assert other in (-1, kind) or used > self.arena.free_slots(other) - self.arena.free_in(number)
             return
         assert self.bytes_of.get(piece.block, "free") == "free"
         self.count += 1

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from kvarto.errors import UsageError
 
 UNIT_BYTES = 256
-# An extent is at most one part in so many of the budget (but has room for a block), and at least half of that.
-_PARTS = 64
+# Sizes of an extent that are tried for each kind: so many multiples of its block.
+_CANDIDATES = 512
 
 
 @dataclass
@@ -46,6 +46,11 @@ class Arena:
         self._extents = [_Extent() for _ in range(count)]
         self._unused = list(range(count))  # a heap of extents that belong to nobody
         self._open: list[set[int]] = [set() for _ in self.block_units]  # extents of each kind with a free slot
+
+    @property
+    def extent_count(self) -> int:
+        """Extents in all."""
+        return len(self._extents)
 
     @property
     def nbytes(self) -> int:
@@ -107,13 +112,17 @@ class Arena:
         """The number of the extent that a block lies in."""
         return block // self._extent_units
 
-    def extents(self) -> list[tuple[int, int, list[int]]]:
-        """(number, kind, blocks in use) of every extent that belongs to a kind."""
-        return [
-            (number, extent.kind, [self._address(number, slot) for slot in sorted(extent.used)])
-            for number, extent in enumerate(self._extents)
-            if extent.used
-        ]
+    def kind_of(self, number: int) -> int:
+        """The kind that an extent belongs to, or -1."""
+        return self._extents[number].kind
+
+    def used_in(self, number: int) -> int:
+        """Blocks in use in an extent."""
+        return len(self._extents[number].used)
+
+    def blocks_in(self, number: int) -> list[int]:
+        """Addresses of the blocks in use in an extent."""
+        return [self._address(number, slot) for slot in sorted(self._extents[number].used)]
 
     def vacate(self, number: int) -> list[tuple[int, int]]:
         """Move all blocks of an extent into free slots of its kind elsewhere, of which there are enough: (from, to) of each."""
@@ -161,13 +170,18 @@ class Arena:
 
 
 def _extent_units(units: int, block_units: Sequence[int]) -> int:
-    """The size of an extent that wastes least: what is over behind its last block, for the kind that suffers most, and behind the last extent."""
-    most = max(max(block_units), min(units, max(units // _PARTS, 2 * max(block_units))))
-    least = max(max(block_units), most // 2)
-    candidates = {min(most, -(-least // size) * size + i * size) for size in block_units for i in range(64)}
+    """The size of an extent that wastes least: behind its last block, for the kind that suffers most; behind the last extent; and in extents that
+    are not full, of which each kind has one: about half of it."""
+    largest = max(block_units)
+    candidates = {
+        extent
+        for size in block_units
+        for i in range(_CANDIDATES)
+        if (extent := (-(-largest // size) + i) * size) * len(block_units) <= units
+    }
 
     def waste(extent: int) -> float:
-        count = units // extent
-        return 1 - min(count * (extent // size) * size for size in block_units) / max(units, 1)
+        usable = min((units // extent) * (extent // size) * size for size in block_units)
+        return 1 - usable / units + len(block_units) * extent / units / 2
 
-    return min(sorted(candidate for candidate in candidates if candidate >= least), key=waste)
+    return min(sorted(candidates), key=waste, default=largest)

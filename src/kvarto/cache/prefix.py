@@ -70,6 +70,7 @@ class PrefixCache:
         self._pieces: dict[int, Piece] = {}
         # For each kind what nobody holds, let go of the longest ago first.
         self._idle: list[OrderedDict[int, Piece]] = [OrderedDict() for _ in arena.block_units]
+        self._held_in = [0] * arena.extent_count
         self._clock = 0
         self._patience = 0
 
@@ -112,6 +113,7 @@ class PrefixCache:
             if not self._make_room(kind):
                 return None
         piece = self._pieces[block] = Piece(kind, block)
+        self._held_in[self.arena.extent_of(block)] += 1
         return piece
 
     def keep(self, piece: Piece, node: Node) -> Piece:
@@ -127,6 +129,7 @@ class PrefixCache:
         """One more holder."""
         if piece.holders == 0:
             del self._idle[piece.kind][piece.block]
+            self._held_in[self.arena.extent_of(piece.block)] += 1
         piece.holders += 1
         return piece
 
@@ -134,6 +137,7 @@ class PrefixCache:
         """One holder fewer; without any a piece of no node is gone, and one of a node may go."""
         piece.holders -= 1
         if piece.holders == 0:
+            self._held_in[self.arena.extent_of(piece.block)] -= 1
             if piece.node is None:
                 self._free(piece)
                 return
@@ -184,28 +188,35 @@ class PrefixCache:
     def _cheapest_extent(self, kind: int) -> tuple[float, int | None]:
         """(When its youngest idle piece was let go of, number) of another kind's extent that is missed least; what is held has room elsewhere."""
         best: tuple[float, int | None] = (_NEVER, None)
-        for number, other, blocks in self.arena.extents():
-            if other == kind:
+        free = [self.arena.free_slots(other) for other in range(len(self._idle))]
+        for number in range(self.arena.extent_count):
+            other = self.arena.kind_of(number)
+            if other in (-1, kind) or self._held_in[number] > free[other] - self.arena.free_in(number):
                 continue
-            pieces = [self._pieces[block] for block in blocks]
-            held = sum(piece.holders > 0 for piece in pieces)
-            if held <= self.arena.free_slots(other) - self.arena.free_in(number):
-                since = max((piece.since for piece in pieces if piece.holders == 0), default=0)
-                best = min(best, (since, number), key=lambda found: found[0])
+            if self._held_in[number] == self.arena.used_in(number):
+                return 0, number  # nothing is lost
+            since = max(piece.since for piece in self._pieces_in(number) if piece.holders == 0)
+            best = min(best, (since, number), key=lambda found: found[0])
         return best
+
+    def _pieces_in(self, number: int) -> list[Piece]:
+        return [self._pieces[block] for block in self.arena.blocks_in(number)]
 
     def _empty(self, number: int) -> None:
         """Drop what is idle in an extent, and move what is held."""
-        kind, blocks = next((kind, blocks) for found, kind, blocks in self.arena.extents() if found == number)
-        for block in blocks:
-            if self._pieces[block].holders == 0:
-                self._drop(self._pieces[block])
-        if any(block in self._pieces for block in blocks):
+        kind, pieces = self.arena.kind_of(number), self._pieces_in(number)
+        for piece in pieces:
+            if piece.holders == 0:
+                self._drop(piece)
+        if held := [piece for piece in pieces if piece.holders > 0]:
             moves = self.arena.vacate(number)
             self._move(kind, moves)
-            pieces = [self._pieces.pop(source) for source, _ in moves]
-            for piece, (_, target) in zip(pieces, moves, strict=True):
+            for piece, (source, target) in zip(held, moves, strict=True):
+                assert piece.block == source, "moves are in the order of the blocks"
+                del self._pieces[source]
                 piece.block, self._pieces[target] = target, piece
+                self._held_in[self.arena.extent_of(target)] += 1
+            self._held_in[number] = 0
             self._freed(kind, [source for source, _ in moves])
             self.moves += 1
 
@@ -240,8 +251,11 @@ class PrefixCache:
     def check(self) -> None:
         """Assert that the books balance."""
         self.arena.check()
-        used = {block: kind for _, kind, blocks in self.arena.extents() for block in blocks}
+        extents = range(self.arena.extent_count)
+        used = {block: self.arena.kind_of(number) for number in extents for block in self.arena.blocks_in(number)}
         assert used == {block: piece.kind for block, piece in self._pieces.items()}, "blocks and pieces differ"
+        held = [sum(piece.holders > 0 for piece in self._pieces_in(number)) for number in extents]
+        assert held == self._held_in, "held pieces of an extent are counted wrong"
         for piece in self._pieces.values():
             is_idle = self._idle[piece.kind].get(piece.block) is piece
             assert is_idle == (piece.holders == 0), "a piece is idle and held, or neither"

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -33,22 +34,23 @@ class Group:
     raw: int
     sealed: int
 
-    def needed(self, page: int) -> Iterator[tuple[int, int]]:
-        """(page, kind) of all that a sequence must hold when the next token is the first one of `page`."""
-        for earlier in range(self.rule.first_page(page * self.rule.page_tokens), page):
-            if self.rule.reads_raw(earlier, page):
-                yield earlier, self.raw
-            if earlier >= self.rule.sink_pages:
-                yield earlier, self.sealed
+    def needed(self, page: int) -> Iterator[tuple[int, range]]:
+        """(kind, pages) of all that a sequence must hold when the next token is the first one of `page`."""
+        rule, first = self.rule, self.rule.first_page(page * self.rule.page_tokens)
+        recent = max(first, rule.sink_pages, page - rule.window_pages)
+        yield self.raw, range(first, min(rule.sink_pages, page))
+        yield self.raw, range(recent, page)
+        yield self.sealed, range(max(first, rule.sink_pages), page)
 
-    def most_blocks(self, tokens: int, step_tokens: int) -> dict[int, int]:
-        """The most blocks of each kind that a sequence holds until it has so many tokens, of which a step adds at most `step_tokens`."""
+    def most_blocks(self, tokens: int, step_tokens: int, sequences: int = 1) -> dict[int, int]:
+        """The most blocks of each kind that sequences hold until each has so many tokens; a step adds `step_tokens` at most, to all together."""
         rule = self.rule
         pages, brought = -(-tokens // rule.page_tokens), -(-step_tokens // rule.page_tokens) + 1
-        sealed = max(0, pages - rule.sink_pages)
+        raw, sealed = min(pages, rule.sink_pages + rule.window_pages + 1), max(0, pages - rule.sink_pages)
         if rule.sliding_tokens is not None:
-            sealed = min(sealed, -(-rule.sliding_tokens // rule.page_tokens) + 1 + brought)
-        return {self.raw: min(pages, rule.sink_pages + rule.window_pages + 1), self.sealed: sealed}
+            kept = min(sealed, -(-rule.sliding_tokens // rule.page_tokens) + 1)
+            return {self.raw: sequences * raw, self.sealed: min(sequences * sealed, sequences * kept + brought)}
+        return {self.raw: sequences * raw, self.sealed: sequences * sealed}
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,7 @@ class Holding:
         kinds = [kind for group in groups for kind in (group.raw, group.sealed)]
         self._held: dict[int, dict[int, Piece]] = {kind: {} for kind in kinds}
         self.tables: dict[int, Any] = {kind: np.full(_SMALLEST_WIDTH, -1, np.int32) for kind in kinds}
+        self._left: dict[int, int] = {}  # pages before it are behind the sliding window
         self._moves = cache.moves
         self._reserved: list[tuple[int, int]] = []
         self._count = 0
@@ -101,24 +104,31 @@ class Holding:
         if self.length % S:
             return 0
         parent = self._nodes[-1] if self._nodes else self._root
-        path = [*self._nodes, *self._cache.path(parent, tokens[self.length : len(tokens) - 1], S)]
+        found = list(self._cache.path(parent, tokens[self.length : len(tokens) - 1], S))
+        if not found:
+            return 0
+        path = [*self._nodes, *found]
+        # missing[kind][j]: pages before j that are not there in this form.
+        missing = {
+            kind: [0, *accumulate(kind not in node.pieces and page not in held for page, node in enumerate(path))]
+            for kind, held in self._held.items()
+        }
         for depth in range(len(path), known, -1):
-            if all(self._has(path[page], page, kind) for group in self.groups for page, kind in group.needed(depth)):
-                self._follow(path[known:depth])
+            needed = [pair for group in self.groups for pair in group.needed(depth)]
+            if all(missing[kind][pages.start] == missing[kind][pages.stop] for kind, pages in needed if pages):
+                self._follow(found[: depth - known])
                 return (depth - known) * S
         return 0
-
-    def _has(self, node: Node, page: int, kind: int) -> bool:
-        return kind in node.pieces or page in self._held[kind]
 
     def _follow(self, nodes: Sequence[Node]) -> None:
         for node in nodes:
             self._nodes.append(self._cache.enter(self._nodes[-1] if self._nodes else self._root, node.tokens))
         self.length = len(self._nodes) * self._page_tokens
         for group in self.groups:
-            for page, kind in group.needed(len(self._nodes)):
-                if page not in self._held[kind]:
-                    self._put(kind, page, self._cache.hold(self._nodes[page].pieces[kind]))
+            for kind, pages in group.needed(len(self._nodes)):
+                for page in pages:
+                    if page not in self._held[kind]:
+                        self._put(kind, page, self._cache.hold(self._nodes[page].pieces[kind]))
         self._release_unreadable()
 
     def reserve(self, count: int) -> bool:
@@ -213,7 +223,7 @@ class Holding:
             yield group.sealed
 
     def _release_unreadable(self) -> None:
-        """What no query to come reads."""
+        """What no query to come reads. Raw pages are few; of sealed ones only those leave that a sliding window leaves behind."""
         next_page = self.length // self._page_tokens
         for group in self.groups:
             first = group.rule.first_page(self.length)
@@ -221,8 +231,10 @@ class Holding:
                 page for page in self._held[group.raw] if page < first or not group.rule.reads_raw(page, next_page)
             ]:
                 self._drop(group.raw, page)
-            for page in [page for page in self._held[group.sealed] if page < first]:
-                self._drop(group.sealed, page)
+            for page in range(self._left.get(group.sealed, 0), first):
+                if page in self._held[group.sealed]:
+                    self._drop(group.sealed, page)
+            self._left[group.sealed] = first
 
     # ---- tables ----------------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ addresses i pages further on. Behind the arena lies the scratch (holding.py), fo
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -20,6 +21,10 @@ from kvarto.layer_pages import LayerPages, LayerSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+# Sliding windows alone never fill a memory.
+_ENDLESS = 1 << 40
 
 
 @dataclass(frozen=True)
@@ -99,13 +104,27 @@ class Memory:
 
     def why_not(self, request: Request) -> str | None:
         """Why a request could never run to its end, or None."""
-        counts: dict[int, int] = {}
-        for group in self.offers[request.policy].groups:
-            counts |= group.most_blocks(request.most_tokens, self.step_tokens)
+        counts = self._blocks(request.policy, request.most_tokens, 1)
         if self.arena.fits(counts):
             return None
         needed = sum(count * self.arena.block_bytes(kind) for kind, count in counts.items())
         return f"{request.most_tokens} tokens need {needed} bytes of cache, of {self.arena.nbytes}"
+
+    def capacity_tokens(self, policy: int, sequences: int = 1) -> int:
+        """How many tokens each of so many sequences under a policy can have, if nothing else is in memory."""
+        least, beyond = 0, 1
+        while beyond < _ENDLESS and self.arena.fits(self._blocks(policy, beyond, sequences)):
+            least, beyond = beyond, 2 * beyond
+        return bisect.bisect_left(
+            range(beyond), True, least + 1, key=lambda tokens: not self.arena.fits(self._blocks(policy, tokens, sequences))
+        ) - 1  # fmt: skip
+
+    def _blocks(self, policy: int, tokens: int, sequences: int) -> dict[int, int]:
+        """The most blocks of each kind that sequences of so many tokens each hold."""
+        counts: dict[int, int] = {}
+        for group in self.offers[policy].groups:
+            counts |= group.most_blocks(tokens, self.step_tokens, sequences)
+        return counts
 
     def _view(self, offset: int, nbytes: int) -> Tensor:
         """uint8 [addresses, nbytes]: the bytes from `offset` behind each address on."""
