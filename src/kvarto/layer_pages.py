@@ -50,7 +50,7 @@ class LayerPages:
     def __init__(
         self, spec: LayerSpec, chosen: Format, raw: Format, *, dtype: torch.dtype, device: torch.device, kernel: str | None
     ) -> None:  # fmt: skip
-        self.spec, self.format, self.dtype, self.device = spec, chosen, dtype, device
+        self.spec, self.format, self.raw_format, self.dtype, self.device = spec, chosen, raw, dtype, device
         self.rule = rule_of(spec, chosen)
         self.layout, self.raw_layout = chosen.layout(spec.geometry), raw.layout(spec.geometry)
         self.k, self.v = BoundCodec(chosen.k, self.layout.k), BoundCodec(chosen.v, self.layout.v)

@@ -17,7 +17,7 @@ import tiny
 import torch
 
 import kvarto
-from kvarto.engine.core import EngineCore, Output
+from kvarto.engine.core import EngineCore, Options, Output
 from kvarto.engine.request import Finish, Request, Sampling
 from kvarto.engine.sampling import Choice
 from kvarto.errors import Unsupported, UsageError
@@ -34,8 +34,8 @@ CLOSE_BELOW_8_BITS = 3e-2
 
 
 def core(family: str, *formats: str, memory: int = ROOMY, step_tokens: int = 96, **options: Any) -> EngineCore:
-    policies = [parse_policy(text) for text in formats]
-    return EngineCore(tiny.model(family), policies, memory_bytes=memory, step_tokens=step_tokens, most_running=8, poison=True, **options)  # fmt: skip
+    chosen = Options(memory, step_tokens, most_running=8, poison=True, **options)
+    return EngineCore(tiny.model(family), [parse_policy(text) for text in formats], chosen)
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:

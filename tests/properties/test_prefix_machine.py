@@ -107,7 +107,7 @@ class PrefixMachine(RuleBasedStateMachine):
         sequence = data.draw(st.sampled_from(self.sequences))
         if sequence.nodes:
             return
-        path = list(self.cache.path(sequence.root, tokens, S))
+        path = list(self.cache.path(sequence.root, tokens, S, list(self.kinds)))
         for i, node in enumerate(path):
             assert node.tokens == tuple(tokens[i * S : i * S + S])
             sequence.nodes.append(self.cache.enter((sequence.nodes or [sequence.root])[-1], node.tokens))

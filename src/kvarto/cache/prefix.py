@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from kvarto.cache.arena import Arena
 
@@ -21,11 +22,12 @@ _NEVER = float("inf")
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """The page of `tokens` behind `parent`; a root has an identity instead. `holders`: sequences that go through here."""
+    """The page of `tokens` behind `parent`; a root has none. `identity`: the root's; `holders`: sequences that go through; `digest`: for `Below`."""
 
     parent: Node | None
     tokens: tuple[int, ...]
     identity: Hashable = None
+    digest: bytes | None = None
     children: dict[tuple[int, ...], Node] = field(default_factory=dict)
     pieces: dict[int, Piece] = field(default_factory=dict)
     holders: int = 0
@@ -42,6 +44,19 @@ class Piece:
     since: int = 0
 
 
+class Below(Protocol):
+    """Where pieces go that are dropped, and come back from: host memory, files."""
+
+    def knows(self, node: Node, kind: int) -> bool:
+        """It may have what `node` had of a kind; the node need not be in the tree."""
+
+    def save(self, piece: Piece) -> None:
+        """A piece of a node is about to be dropped."""
+
+    def load(self, node: Node, kind: int, block: int) -> bool:
+        """Write what the node had of a kind into a block; False if it is not to be had after all."""
+
+
 def _nothing(_kind: int, _blocks: list[int]) -> None:
     """Blocks are not looked at."""
 
@@ -55,7 +70,10 @@ class PrefixCache:
 
     move    called before books change, with the kind and the (from, to) blocks whose bytes must be copied, in this order
     freed   called with the kind and the blocks that hold nothing any more
+    below   set afterwards: where what is dropped may go
     """
+
+    below: Below | None = None
 
     def __init__(
         self,
@@ -82,21 +100,47 @@ class PrefixCache:
         root.holders += 1
         return root
 
-    def path(self, root: Node, tokens: Sequence[int], page_tokens: int) -> Iterator[Node]:
-        """The nodes of the whole pages that `tokens` begins with, as far as there are any."""
-        node: Node | None = root
+    def path(self, root: Node, tokens: Sequence[int], page_tokens: int, kinds: Sequence[int]) -> Iterator[Node]:
+        """The nodes of the whole pages that `tokens` begins with, as far as the tree, or what is below, has anything of these kinds.
+
+        Those of what is below are not in the tree until `enter`.
+        """
         for first in range(0, len(tokens) - page_tokens + 1, page_tokens):
-            node = root.children.get(tuple(tokens[first : first + page_tokens]))
-            if node is None:
+            page = tuple(tokens[first : first + page_tokens])
+            node = root.children.get(page) or Node(root, page, root.identity)
+            if not node.pieces and not node.children and not any(self.can_restore(node, kind) for kind in kinds):
                 return
             yield node
             root = node
+
+    def can_restore(self, node: Node, kind: int) -> bool:
+        """What is below may have this piece of a node."""
+        return self.below is not None and self.below.knows(node, kind)
+
+    def restore(self, node: Node, kind: int) -> Piece | None:
+        """A piece of a node of the tree from below, held once and seen by nobody before it is whole; None if it is not to be had, or has no room."""
+        piece = self.take(kind)
+        if piece is None:
+            return None
+        assert self.below is not None
+        if not self.below.load(node, kind, piece.block):
+            self.release(piece)
+            return None
+        return self.keep(piece, node)
+
+    def save_all(self) -> None:
+        """Let what is below have all that nobody holds, the least recently used first."""
+        if self.below is not None:
+            for piece in sorted(
+                (piece for idle in self._idle for piece in idle.values()), key=lambda piece: piece.since
+            ):
+                self.below.save(piece)
 
     def enter(self, parent: Node, tokens: tuple[int, ...]) -> Node:
         """One more sequence goes through the page of `tokens` behind `parent`."""
         node = parent.children.get(tokens)
         if node is None:
-            node = parent.children[tokens] = Node(parent, tokens)
+            node = parent.children[tokens] = Node(parent, tokens, parent.identity)
         node.holders += 1
         return node
 
@@ -226,6 +270,8 @@ class PrefixCache:
     def _drop(self, piece: Piece) -> None:
         """Forget an idle piece."""
         assert piece.node is not None, "an idle piece has a node"
+        if self.below is not None:
+            self.below.save(piece)
         del self._idle[piece.kind][piece.block], piece.node.pieces[piece.kind]
         self._prune(piece.node)
         self.dropped += 1

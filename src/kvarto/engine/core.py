@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvarto.cache.tiers import Tiers
 from kvarto.engine.forward import Forward
 from kvarto.engine.memory import Compute, Memory
+from kvarto.engine.offload import Offload
 from kvarto.engine.request import Finish, Request
 from kvarto.engine.sampling import Choice, choose
 from kvarto.engine.scheduler import Scheduler
@@ -32,27 +34,48 @@ class Output:
     error: str = ""
 
 
-class EngineCore:
-    """`step_tokens`: most tokens of a step; `most_running`: most requests of a step. `poison`: freed memory becomes NaN, for tests.
+@dataclass(frozen=True)
+class Options:
+    """How an engine serves.
 
-    Raises Unsupported or UsageError when the model, a policy or the budget cannot be served.
+    memory_bytes   for keys and values
+    step_tokens    most tokens of a step; most_running: most requests of a step
+    kernel         a name, or None for the best one
+    tiers          where blocks go that leave the memory, if anywhere; `identity` says then whose they are: the model, weights and all
+    poison         freed memory becomes NaN, for tests
+
+    Raises UsageError.
     """
 
-    def __init__(
-        self, model: Any, policies: Sequence[Policy], *, memory_bytes: int, step_tokens: int = 512, most_running: int = 64,
-        kernel: str | None = None, poison: bool = False,
-    ) -> None:  # fmt: skip
-        for name, value in (("step_tokens", step_tokens), ("most_running", most_running)):
+    memory_bytes: int
+    step_tokens: int = 512
+    most_running: int = 64
+    kernel: str | None = None
+    tiers: Tiers | None = None
+    identity: str = ""
+    poison: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value in (("step_tokens", self.step_tokens), ("most_running", self.most_running)):
             if value < 1:
                 raise UsageError(name, "at least 1", value)
-        if step_tokens < most_running:
-            raise UsageError("step_tokens", f"at least most_running, {most_running}", step_tokens)
+        if self.step_tokens < self.most_running:
+            raise UsageError("step_tokens", f"at least most_running, {self.most_running}", self.step_tokens)
+
+
+class EngineCore:
+    """A model under some policies. Raises Unsupported or UsageError when the model, a policy or the budget cannot be served."""
+
+    def __init__(self, model: Any, policies: Sequence[Policy], options: Options) -> None:
         self.forward, self.device = Forward(model), model.device
-        compute = Compute(model.dtype, model.device, kernel)
+        compute, step_tokens = Compute(model.dtype, model.device, options.kernel), options.step_tokens
         self.memory = Memory(
-            self.forward.specs, policies, compute, budget_bytes=memory_bytes, step_tokens=step_tokens, poison=poison
-        )
-        self.scheduler = Scheduler(self.memory.begin, step_tokens=step_tokens, most_running=most_running)
+            self.forward.specs, policies, compute,
+            budget_bytes=options.memory_bytes, step_tokens=step_tokens, poison=options.poison,
+        )  # fmt: skip
+        self.offload = None if options.tiers is None else Offload(self.memory, options.tiers, options.identity)
+        self.memory.prefixes.below = self.offload
+        self.scheduler = Scheduler(self.memory.begin, step_tokens=step_tokens, most_running=options.most_running)
         self.context_tokens = int(getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", 2**31))
         self.eos_tokens = _eos_tokens(model)
         self.steps = 0
@@ -128,6 +151,11 @@ class EngineCore:
         request.finish = Finish.ERROR
         self.scheduler.remove(request)
         return Output(request, finish=Finish.ERROR, error=reason)
+
+    def close(self) -> None:
+        """Nobody will come any more; what the tiers can keep for the next engine goes there."""
+        if self.offload is not None:
+            self.offload.close()
 
     def check(self) -> None:
         """Assert that the books balance."""

@@ -19,9 +19,11 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from kvarto.engine.core import EngineCore, Output
+from kvarto.cache.tiers import DiskTier, HostTier, Tiers
+from kvarto.engine.core import EngineCore, Options, Output
 from kvarto.engine.request import Finish, Guide, Request, Sampling
 from kvarto.engine.sampling import Choice
 from kvarto.engine.text import TextStream
@@ -41,6 +43,21 @@ def parse_bytes(text: str | int, name: str = "memory") -> int:
     unit = (match[2] or "").upper()
     decimal = unit and not match[3] and str(text).strip().upper().endswith("B")
     return int(float(match[1]) * (1000 if decimal else 1024) ** " KMGT".index(unit or " "))
+
+
+def open_tiers(
+    host_memory: str | int | None = None, disk: str | Path | None = None, disk_memory: str | int = "10GiB"
+) -> Tiers | None:
+    """Host memory for pages that leave the engine's own, and a folder for those that leave that, which outlive the engine; None if neither is given.
+
+    Raises UsageError.
+    """
+    if host_memory is None and disk is None:
+        return None
+    return Tiers(
+        None if host_memory is None else HostTier(parse_bytes(host_memory, "host_memory")),
+        None if disk is None else DiskTier(Path(disk).expanduser(), parse_bytes(disk_memory, "disk_memory")),
+    )
 
 
 @dataclass(frozen=True)
@@ -102,21 +119,24 @@ class Engine:
     model     a name, folder or hub id (kvarto.models), or a LoadedModel
     kv        the format of requests that name none; `also`: others that they may name, all under one budget
     memory    bytes for keys and values, such as "8GiB"
+    tiers     where pages go that leave the memory (`open_tiers`); the engine closes them
     most_waiting   more requests than that are refused with Overloaded
+    options   of `core.Options`: step_tokens, most_running, kernel
 
     Raises what load, EngineCore and parse_policy raise. Close it, or use it in a `with`.
     """
 
     def __init__(
         self, model: str | LoadedModel, *, kv: str = "int4", also: Sequence[str] = (), memory: str | int = "1GiB",
-        most_waiting: int = 1024, **options: Any,
+        tiers: Tiers | None = None, most_waiting: int = 1024, **options: Any,
     ) -> None:  # fmt: skip
         policies = [parse_policy(text) for text in (kv, *also)]
         self.formats = [str(policy) for policy in policies]
         if twice := [name for i, name in enumerate(self.formats) if name in self.formats[:i]]:
             raise UsageError("also", "formats that differ from kv and from each other", twice[0])
         self.loaded = load(model) if isinstance(model, str) else model
-        self.core = EngineCore(self.loaded.model, policies, memory_bytes=parse_bytes(memory), **options)
+        chosen = Options(parse_bytes(memory), tiers=tiers, identity=self.loaded.identity, **options)
+        self.core = EngineCore(self.loaded.model, policies, chosen)
         self._most_waiting = most_waiting
         self._names, self._inbox = itertools.count(1), deque[Callable[[], None]]()
         self._tickets: dict[Request, Ticket] = {}
@@ -202,6 +222,8 @@ class Engine:
             self._thread.join(timeout_seconds)
         self._tell(self._abort_all)
         self._thread.join(timeout_seconds)
+        if not self._thread.is_alive():
+            self.core.close()
 
     # ---- handing over ----------------------------------------------------------------------------------------------
 

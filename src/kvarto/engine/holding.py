@@ -104,32 +104,67 @@ class Holding:
         if self.length % S:
             return 0
         parent = self._nodes[-1] if self._nodes else self._root
-        found = list(self._cache.path(parent, tokens[self.length : len(tokens) - 1], S))
-        if not found:
-            return 0
-        path = [*self._nodes, *found]
-        # missing[kind][j]: pages before j that are not there in this form.
-        missing = {
-            kind: [0, *accumulate(kind not in node.pieces and page not in held for page, node in enumerate(path))]
-            for kind, held in self._held.items()
-        }
-        for depth in range(len(path), known, -1):
-            needed = [pair for group in self.groups for pair in group.needed(depth)]
-            if all(missing[kind][pages.start] == missing[kind][pages.stop] for kind, pages in needed if pages):
-                self._follow(found[: depth - known])
+        found = list(self._cache.path(parent, tokens[self.length : len(tokens) - 1], S, list(self._held)))
+        # Twice, because what is below the tree may fail to give back what it seemed to have.
+        for from_below in (True, False):
+            depth = self._depth([*self._nodes, *found], from_below=from_below) if found else known
+            if depth == known:
+                return 0
+            if self._follow(found[: depth - known]):
                 return (depth - known) * S
         return 0
 
-    def _follow(self, nodes: Sequence[Node]) -> None:
+    def _depth(self, path: Sequence[Node], *, from_below: bool) -> int:
+        """How many pages of a path could be held in every form that will be read."""
+        missing: dict[int, list[int]] = {}  # of each kind how many pages of the first j are not there
+        for kind, held in self._held.items():
+            absent = (
+                kind not in node.pieces
+                and page not in held
+                and not (from_below and self._cache.can_restore(node, kind))
+                for page, node in enumerate(path)
+            )
+            missing[kind] = [0, *accumulate(absent)]
+        for depth in range(len(path), len(self._nodes), -1):
+            needed = [pair for group in self.groups for pair in group.needed(depth)]
+            if all(missing[kind][pages.start] == missing[kind][pages.stop] for kind, pages in needed if pages):
+                return depth
+        return len(self._nodes)
+
+    def _follow(self, nodes: Sequence[Node]) -> bool:
+        """Go through these pages and hold what will be read; False, and nothing has changed, if something is not to be had."""
+        known = len(self._nodes)
         for node in nodes:
             self._nodes.append(self._cache.enter(self._nodes[-1] if self._nodes else self._root, node.tokens))
+        needed = [
+            (kind, page)
+            for group in self.groups
+            for kind, pages in group.needed(len(self._nodes))
+            for page in pages
+            if page not in self._held[kind]
+        ]
+        # First what is in the tree, since room for the others may be made of what nobody holds.
+        new = {
+            (kind, page): self._cache.hold(piece)
+            for kind, page in needed
+            if (piece := self._nodes[page].pieces.get(kind))
+        }
+        for kind, page in needed:
+            if (kind, page) not in new:
+                piece = self._cache.restore(self._nodes[page], kind)
+                if piece is None:
+                    for other in reversed(new.values()):
+                        self._cache.release(other)
+                    for node in reversed(self._nodes[known:]):
+                        self._cache.leave(node)
+                    del self._nodes[known:]
+                    return False
+                new[kind, page] = piece
+        for (kind, page), piece in new.items():
+            self._put(kind, page, piece)
         self.length = len(self._nodes) * self._page_tokens
-        for group in self.groups:
-            for kind, pages in group.needed(len(self._nodes)):
-                for page in pages:
-                    if page not in self._held[kind]:
-                        self._put(kind, page, self._cache.hold(self._nodes[page].pieces[kind]))
         self._release_unreadable()
+        return True
 
     def reserve(self, count: int) -> bool:
         """Blocks for the next `count` tokens; False, and nothing is taken, if there is no room."""

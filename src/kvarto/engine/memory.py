@@ -131,18 +131,23 @@ class Memory:
         rows = (len(self._bytes) - offset - nbytes) // UNIT_BYTES + 1
         return self._bytes.as_strided((rows, nbytes), (UNIT_BYTES, 1), offset)
 
-    def _block(self, kind: int, block: int) -> Tensor:
+    def read(self, kind: int, block: int) -> Tensor:
+        """uint8 [block bytes]: a block where it lies."""
         first = block * UNIT_BYTES
         return self._bytes[first : first + self.arena.block_bytes(kind)]
 
+    def write(self, kind: int, block: int, data: Tensor) -> None:
+        """The pages of a block, uint8, from anywhere; what the block has behind them stays."""
+        self.read(kind, block)[: len(data)].copy_(data)
+
     def _move(self, kind: int, moves: list[tuple[int, int]]) -> None:
         for source, target in moves:
-            self._block(kind, target).copy_(self._block(kind, source))
+            self.write(kind, target, self.read(kind, source))
 
     def _poison(self, kind: int, blocks: list[int]) -> None:
         """What must not be read any more is made NaN: for tests."""
         for block in blocks:
-            self._block(kind, block).fill_(0xFF)
+            self.read(kind, block).fill_(0xFF)
 
 
 def _ignore(_kind: int, _blocks: list[int]) -> None:
