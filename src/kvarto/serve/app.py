@@ -270,7 +270,7 @@ async def _generate(service: Service, request: Request, understand: Any) -> Resp
     try:
         plan: Plan = await run_in_threadpool(understand, await _body(request), header)
         kv_format = str(plan.asks[0][0].kv)
-        job = Job(service.engine, service.metrics, plan.asks, id=plan.id, arrived=arrived)
+        job = Job(service.engine, service.metrics, plan.asks, name=plan.id, arrived=arrived)
         await run_in_threadpool(job.submit)
     except KvartoError as error:
         service.metrics.refused(_outcome(error), kv_format)

@@ -126,7 +126,7 @@ class ToolCallReader:
     """
 
     def __init__(self, names: Collection[str]) -> None:
-        self._names, self._held, self._called = frozenset(names), "", False
+        self._names, self._held, self._after_call = frozenset(names), "", False
 
     def feed(self, text: str) -> Iterator[str | Call]:
         """What is sure after some more text."""
@@ -143,7 +143,7 @@ class ToolCallReader:
             if not calls:
                 yield from self._let_go(end)
                 continue
-            self._held, self._called = self._held[end:], True
+            self._held, self._after_call = self._held[end:], True
             yield from calls
 
     def finish(self) -> Iterator[str | Call]:
@@ -159,7 +159,10 @@ class ToolCallReader:
 
     def _let_go(self, end: int) -> Iterator[str]:
         text, self._held = self._held[:end], self._held[end:]
-        if text and not (self._called and text.isspace()):  # what stands between two calls is nobody's text
+        if self._after_call:  # white space behind a call is nobody's text
+            text = text.lstrip()
+        if text:
+            self._after_call = False
             yield text
 
     def _calls(self, opening: str) -> tuple[list[Call] | None, int]:

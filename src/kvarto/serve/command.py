@@ -111,7 +111,7 @@ class DrainingServer(uvicorn.Server):
         threading.Thread(target=self._drain, name="kvarto drain", daemon=True).start()
 
     def _drain(self) -> None:
-        _log.info("closing; %d requests are left", self._engine.running + self._engine.waiting)
+        _log.info("closing; requests left: %d", self._engine.running + self._engine.waiting)
         self._engine.close(drain=True, timeout_seconds=self._drain_seconds)
         self.should_exit = True
 

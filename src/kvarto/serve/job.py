@@ -26,14 +26,14 @@ class Job:
     """Belongs to the running event loop.
 
     asks      for each prompt the same request once for each choice; choices are numbered through
-    id        what the client knows it by
+    name      what the client knows it by
     arrived   when it came, in seconds of time.monotonic
     """
 
     def __init__(
-        self, engine: Engine, metrics: Metrics, asks: Sequence[Sequence[Ask]], *, id: str, arrived: float
-    ) -> None:  # noqa: A002 - the protocol's word
-        self._engine, self._metrics, self._asks, self.id = engine, metrics, asks, id
+        self, engine: Engine, metrics: Metrics, asks: Sequence[Sequence[Ask]], *, name: str, arrived: float
+    ) -> None:
+        self._engine, self._metrics, self._asks, self._name = engine, metrics, asks, name
         self._loop, self._news = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Delta, float]]()
         self._times = [Times(arrived) for group in asks for _ in group]
         self._tickets: list[Ticket] = []
@@ -110,7 +110,7 @@ class Job:
             cached=request.cached_tokens,
             generated=len(request.generated),
         )
-        _log.info("%s[%d]: %s", self.id, index, _account(request, times, now, ticket.kv, finish))
+        _log.info("%s[%d]: %s", self._name, index, _account(request, times, now, ticket.kv, finish))
 
 
 def _account(request: Request, times: Times, now: float, kv: str, finish: Finish) -> str:

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 # As json.dumps writes and models were trained; with free white space a small model may write nothing else.
 _WRITING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _LISTING = re.compile(r"^ *\d+ \| ", re.MULTILINE)  # llguidance adds the grammar, which is ours, to what it says
-_TEXT = rf"TEXT: /(.|\n)+/ & ~/(.|\n)*{OPEN}(.|\n)*/"
+# Text without a call; and text that ends where its first call begins, which has to be lazy to notice that.
+_TEXT = rf"TEXT: /(.|\n)*/ & ~/(.|\n)*{OPEN}(.|\n)*/"
+_TALK = rf'talk[lazy]: /(.|\n)*/ "{OPEN}"'
 
 
 class Structure:
@@ -87,9 +89,12 @@ def grammar(
     """
     rules, begins = [], []
     if tools:
-        begins.append("calls" if required or answer is not None else "TEXT? calls")
-        names = " | ".join(f"call{i}" for i in range(len(tools)))
-        rules.append(f'calls: call ("\\n" call)*\ncall: {names}' if several else f"calls: {names}")
+        talk_first = not required and answer is None
+        more = f' ("\\n{OPEN}" call)*' if several else ""
+        begins.append("calls")
+        rules.append(f"calls: {'talk' if talk_first else json.dumps(OPEN)} call{more}")
+        rules += [_TALK] * talk_first
+        rules.append("call: " + " | ".join(f"call{i}" for i in range(len(tools))))
         rules += [_call_rule(i, tool) for i, tool in enumerate(tools)]
     if not required:
         begins.append("TEXT" if answer is None else "answer")
@@ -98,7 +103,8 @@ def grammar(
 
 
 def _call_rule(number: int, tool: Function) -> str:
-    begin = json.dumps(f'{OPEN}\n{{"name": "{tool.name}", "arguments": ')
+    """A call from behind its opening mark on. Each has a schema of its own, so that references within it hold."""
+    begin = json.dumps(f'\n{{"name": "{tool.name}", "arguments": ')
     end = json.dumps(f"}}\n{CLOSE}")
     return f"call{number}: {begin} {_json(tool.parameters)} {end}"
 
