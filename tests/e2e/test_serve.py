@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -43,11 +43,10 @@ MODEL = "smollm2-135m-instruct"
 PERSON = {
     "type": "object",
     "properties": {
-        "name": {"type": "string", "maxLength": 6},
-        "age": {"type": "integer", "minimum": 0, "maximum": 99},
-        "likes": {"type": "array", "items": {"enum": ["tea", "chess", "rain"]}, "maxItems": 2},
+        "name": {"type": "string", "maxLength": 4},
+        "likes": {"type": "array", "items": {"enum": ["tea", "rain"]}, "maxItems": 2},
     },
-    "required": ["name", "age", "likes"],
+    "required": ["name", "likes"],
     "additionalProperties": False,
 }
 WEATHER: Any = {
@@ -57,7 +56,7 @@ WEATHER: Any = {
         "description": "The weather of a city",
         "parameters": {
             "type": "object",
-            "properties": {"city": {"type": "string", "maxLength": 12}, "unit": {"enum": ["C", "F"]}},
+            "properties": {"city": {"type": "string", "maxLength": 6}, "unit": {"enum": ["C", "F"]}},
             "required": ["city", "unit"],
             "additionalProperties": False,
         },
@@ -68,7 +67,7 @@ QUESTION: Any = [{"role": "user", "content": "What is the capital of France?"}]
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    options = {"most_running": 4, "step_tokens": 128, "most_waiting": 4}
+    options = {"most_running": 4, "step_tokens": 128, "most_waiting": 8}
     with Engine("default", kv="int4", also=["bf16"], memory="32MiB", **options) as engine:
         yield engine
 
@@ -147,7 +146,7 @@ def test_prompts_of_all_kinds_and_several_choices(client: openai.OpenAI, url: st
 
 def test_a_seed_repeats_and_gives_each_choice_its_own(client: openai.OpenAI) -> None:
     def texts(seed: int) -> list[str]:
-        asked = client.completions.create(model=MODEL, prompt="Once upon a time", seed=seed, n=3, max_tokens=8)
+        asked = client.completions.create(model=MODEL, prompt="Once upon a time", seed=seed, n=3, max_tokens=4)
         return [choice.text for choice in asked.choices]
 
     first = texts(7)
@@ -343,12 +342,12 @@ def test_other_refusals(client: openai.OpenAI, url: str) -> None:
 def test_too_many_are_told_to_come_again(url: str) -> None:
     async def all_at_once() -> list[httpx.Response]:
         async with httpx.AsyncClient(timeout=60) as client:
-            body = {"prompt": "Once upon a time", "max_tokens": 12, "ignore_eos": True}
-            return await asyncio.gather(*(client.post(f"{url}/v1/completions", json=body) for _ in range(16)))
+            body = {"prompt": "Once upon a time", "max_tokens": 4, "ignore_eos": True}
+            return await asyncio.gather(*(client.post(f"{url}/v1/completions", json=body) for _ in range(24)))
 
     answers = asyncio.run(all_at_once())
     served, refused = ([a for a in answers if a.status_code == code] for code in (200, 429))
-    assert len(served) + len(refused) == 16
+    assert len(served) + len(refused) == 24
     assert len(served) >= 4
     assert refused
     for answer in refused:
@@ -363,7 +362,8 @@ def test_who_leaves_frees_his_pages(url: str, stream: bool) -> None:
     before = metric(url, "kvarto_requests_total", outcome="abort")
     if stream:
         with httpx.stream("POST", f"{url}/v1/completions", json=body) as answer:
-            next(answer.iter_lines())
+            lines = answer.iter_lines()  # httpx closes the connection when this is collected
+            assert "error" not in next(lines)
             assert metric(url, "kvarto_pool_held_bytes") > 0
             assert metric(url, "kvarto_num_requests_running") >= 1
     else:
@@ -400,28 +400,25 @@ def test_llm_works_against_it(url: str, tmp_path: Path) -> None:
         "supports_schema": True,
         "supports_tools": True,
     }
-    (tmp_path / "extra-openai-models.yaml").write_text(json.dumps([about]))
 
-    def ask(*words: str) -> subprocess.CompletedProcess[str]:
+    def ask(number: int, words: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        folder = tmp_path / str(number)  # its own, since it keeps a database there
+        folder.mkdir()
+        (folder / "extra-openai-models.yaml").write_text(json.dumps([about]))
         command = [sys.executable, "-m", "llm", "-m", "kvarto", "--key", "none", *words]
-        return subprocess.run(
-            command, capture_output=True, text=True, env=os.environ | {"LLM_USER_PATH": str(tmp_path)}, check=False
-        )
+        environment = os.environ | {"LLM_USER_PATH": str(folder)}
+        return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
 
-    words = ["What is the capital of France?", "-o", "temperature", "0", "-o", "max_tokens", "24"]
+    function = "def get_weather(city: str):\n    return city"
     calls = [
-        words,
-        [*words, "--no-stream"],
-        ["Describe Ada.", "--schema", json.dumps(PERSON)],
-        ["Weather?", "--functions", "def get_weather(city: str):\n    return city", "-o", "max_tokens", "8"],
+        ["What is the capital of France?", "-o", "temperature", "0", "-o", "max_tokens", "10", "--functions", function],
+        ["Describe Ada.", "--schema", json.dumps(PERSON), "--no-stream"],
         ["Hi", "-o", "max_tokens", "100000"],
     ]
     with ThreadPoolExecutor() as pool:
-        streamed, whole, person, tool, refused = pool.map(lambda words: ask(*words), calls)
+        streamed, person, refused = pool.map(ask, range(len(calls)), calls)
     assert "Paris" in streamed.stdout, streamed.stderr
-    assert whole.stdout == streamed.stdout
     jsonschema.validate(json.loads(person.stdout), PERSON)
-    assert tool.returncode == 0, tool.stderr
     assert refused.returncode == 1
     assert "max_tokens: expected at most" in refused.stderr
 

@@ -13,9 +13,10 @@ import torch
 import uvicorn
 from rich.console import Console
 
-from kvarto.engine.engine import Ask, Engine
+from kvarto.engine.engine import Ask, Engine, parse_bytes
 from kvarto.engine.request import Sampling
 from kvarto.errors import UsageError
+from kvarto.formats import parse_policy
 from kvarto.layout import PAGE_TOKENS
 from kvarto.models.load import load
 from kvarto.serve.app import make_app
@@ -48,6 +49,9 @@ def serve_command(options: ServeOptions) -> None:
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
+    for text in (options.kv, *options.also):  # what is wrong should be said before a model is loaded
+        parse_policy(text)
+    parse_bytes(options.memory)
     console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
     with _bind(options.host, options.port) as listener:
         loaded = load(options.model, device=options.device, progress=console.print)
@@ -96,23 +100,27 @@ def warm_up(engine: Engine) -> None:
 
 
 class DrainingServer(uvicorn.Server):
-    """The first signal closes the engine to new requests (503, and so is /health) and lets the others finish; a second one ends everything."""
+    """A signal closes the engine to new requests (503, and so is /health) and lets the others finish.
+
+    A second one ends these as well, and they are told; a third one ends everything.
+    """
 
     def __init__(self, config: uvicorn.Config, engine: Engine, drain_seconds: float) -> None:
         super().__init__(config)
-        self._engine, self._drain_seconds, self._draining = engine, drain_seconds, False
+        self._engine, self._drain_seconds, self._signals = engine, drain_seconds, 0
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """uvicorn calls this for SIGINT and SIGTERM."""
-        if self._draining:
+        self._signals += 1
+        if self._signals > 2:
             self.should_exit = self.force_exit = True
-            return
-        self._draining = True
-        threading.Thread(target=self._drain, name="kvarto drain", daemon=True).start()
+        else:
+            threading.Thread(target=self._close, args=(self._signals == 1,), name="kvarto close", daemon=True).start()
 
-    def _drain(self) -> None:
-        _log.info("closing; requests left: %d", self._engine.running + self._engine.waiting)
-        self._engine.close(drain=True, timeout_seconds=self._drain_seconds)
+    def _close(self, drain: bool) -> None:
+        left = self._engine.running + self._engine.waiting
+        _log.info("%s; requests left: %d", "closing" if drain else "closing at once", left)
+        self._engine.close(drain=drain, timeout_seconds=self._drain_seconds)
         self.should_exit = True
 
 
