@@ -388,6 +388,13 @@ def test_metrics_tell_what_happened(client: openai.OpenAI, url: str) -> None:
     assert metric(url, "kvarto_formats_info", kv_format="bf16", kernel="numba", device="cpu") == 1
 
 
+def test_the_guide_s_example_runs(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+    (block,) = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
+    exec(compile(block.replace("http://127.0.0.1:8000", url), "serving.md", "exec"), {})
+    assert "Paris" in capsys.readouterr().out
+
+
 # ---- another client ----------------------------------------------------------------------------------------------------
 
 
