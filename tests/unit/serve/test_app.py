@@ -23,6 +23,7 @@ from kvarto.engine.engine import Engine
 from kvarto.models.load import LoadedModel
 from kvarto.serve import app as app_module
 from kvarto.serve.app import make_app
+from kvarto.serve.service import Service
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 
@@ -143,7 +144,7 @@ def test_a_fault_of_ours_is_a_500(engine: Engine, monkeypatch: pytest.MonkeyPatc
     def fail(*_: Any) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(app_module.Service, "tokenize", fail)
+    monkeypatch.setattr(Service, "tokenize", fail)
 
     async def send() -> httpx.Response:
         transport = httpx.ASGITransport(make_app(engine), raise_app_exceptions=False)
