@@ -1,4 +1,4 @@
-"""The command line: `kvarto codecs`, `kvarto models`, `kvarto study`.
+"""The command line: `kvarto codecs`, `kvarto models`, `kvarto study`, `kvarto serve`.
 
 Each command is a thin shell over one function of the library. An error is one line, a traceback comes only with `--debug`. Exit codes:
 0 pass, 1 fail, 2 usage or error, 3 inconclusive, 70 a fault of ours, 130 interrupted, 141 the reader of a pipe is gone.
@@ -282,6 +282,51 @@ def study(
         margins=margins(max_kl, max_ppl_ratio, max_needle_loss),
     )
     raise typer.Exit(study_command(options, out=out, as_json=as_json))
+
+
+@app.command()
+def serve(
+    model: Annotated[
+        str, typer.Argument(help="A name from `kvarto models`, a local folder, or a hub id.")
+    ] = DEFAULT_MODEL,
+    kv: Annotated[str, typer.Option(help="Format of the KV cache of requests that name none.")] = "int4",
+    also: Annotated[
+        list[str] | None, typer.Option(help="Another format that requests may name; may be given several times.")
+    ] = None,
+    memory: Annotated[str, typer.Option(help="For keys and values of all formats together.")] = "1GiB",
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is all of this machine's.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    step_tokens: Annotated[int, typer.Option(min=1, help="Most tokens that a step computes.")] = 512,
+    max_running: Annotated[int, typer.Option(min=1, help="Most requests that a step computes.")] = 64,
+    max_waiting: Annotated[int, typer.Option(min=1, help="More requests than that are refused with 429.")] = 1024,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: all.")] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:0 ...")] = "cpu",
+    drain_seconds: Annotated[float, typer.Option(min=0, help="How long SIGTERM lets requests finish.")] = 60.0,
+) -> None:
+    """Serve a model over HTTP, as OpenAI's interface: completions, chat, streams, tools, JSON schemas, metrics. Ctrl-C ends it."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in `study`
+    for package in ("torch", "transformers"):
+        require(package)
+    for package in ("starlette", "uvicorn", "prometheus_client", "llguidance"):
+        require(package, extra="serve")
+    from kvarto.serve.command import ServeOptions, serve_command
+
+    serve_command(
+        ServeOptions(
+            model=model,
+            kv=kv,
+            also=also or [],
+            memory=memory,
+            host=host,
+            port=port,
+            step_tokens=step_tokens,
+            max_running=max_running,
+            max_waiting=max_waiting,
+            threads=threads,
+            device=device,
+            drain_seconds=drain_seconds,
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -46,10 +46,10 @@ def available(package: str) -> bool:
     return not why_unavailable(package)
 
 
-def require(package: str) -> Any:
-    """Import an optional package, or raise BackendUnavailable with the reason and the command that installs it."""
+def require(package: str, *, extra: str = "engine") -> Any:
+    """Import a package of an extra, or raise BackendUnavailable with the reason and the command that installs it."""
     if reason := why_unavailable(package):
-        raise BackendUnavailable(package, reason, "run: pip install 'kvarto[engine]'")
+        raise BackendUnavailable(package, reason, f"run: pip install 'kvarto[{extra}]'")
     return importlib.import_module(package)
 
 

@@ -6,6 +6,7 @@ A step: the scheduler says who goes on, the books say where, the model computes 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -114,6 +115,9 @@ class EngineCore:
         if not works:
             return []
         self.steps += 1
+        now = time.monotonic()
+        for work in works:
+            work.request.began_seconds = work.request.began_seconds or now
         try:
             step = Step(self.memory, works, self.device)
             logits = self.forward.run(step, step.last_tokens)

@@ -18,12 +18,13 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from kvarto.cache.tiers import DiskTier, HostTier, Tiers
 from kvarto.engine.core import EngineCore, Options, Output
+from kvarto.engine.memory import ENDLESS
 from kvarto.engine.request import Finish, Guide, Request, Sampling
 from kvarto.engine.sampling import Choice
 from kvarto.engine.text import TextStream
@@ -113,6 +114,21 @@ class Completion:
     error: str = ""
 
 
+@dataclass(frozen=True)
+class Offered:
+    """A format as it is really served.
+
+    most_tokens       how long a request may become, by the model's context and by the memory
+    capacity_tokens   the longest sequence that the memory has room for, whatever the model's context; None: of any length
+    """
+
+    name: str
+    kernel_names: str
+    bits_per_number: float
+    most_tokens: int
+    capacity_tokens: int | None
+
+
 class Engine:
     """A model served with its KV cache in one or more formats.
 
@@ -156,6 +172,39 @@ class Engine:
     def tokenizer(self) -> Any:
         """The model's."""
         return self.loaded.tokenizer
+
+    @cached_property
+    def offers(self) -> list[Offered]:
+        """The formats of `formats`, in the same order."""
+        memory, context = self.core.memory, self.core.context_tokens
+        offers = []
+        for policy, name in enumerate(self.formats):
+            offer, capacity = memory.offers[policy], memory.capacity_tokens(policy)
+            offers.append(
+                Offered(
+                    name=name,
+                    kernel_names=offer.kernel_names,
+                    bits_per_number=offer.bits_per_number,
+                    most_tokens=min(context, capacity),
+                    capacity_tokens=None if capacity >= ENDLESS - 1 else capacity,
+                )
+            )
+        return offers
+
+    @property
+    def running(self) -> int:
+        """Requests that are computed."""
+        return len(self.core.scheduler.running)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that were handed over and are not computed yet, or not at the moment."""
+        return len(self.core.scheduler.waiting) + self._handed
+
+    @property
+    def why_closed(self) -> str:
+        """Why no more requests are taken, or "" while they are."""
+        return (self._failure or "the engine is closing and takes no more requests") if self._closing else ""
 
     # ---- requests --------------------------------------------------------------------------------------------------
 
@@ -252,8 +301,8 @@ class Engine:
     def _hand_over(self, tickets: Sequence[Ticket]) -> None:
         with self._change:
             if self._closing:
-                raise EngineClosed(self._failure or "the engine is closing and takes no more requests")
-            waiting = len(self.core.scheduler.waiting) + self._handed
+                raise EngineClosed(self.why_closed)
+            waiting = self.waiting
             if waiting + len(tickets) > self._most_waiting:
                 raise Overloaded(f"{waiting} requests wait already, of {self._most_waiting} at most; try again later")
             self._handed += len(tickets)

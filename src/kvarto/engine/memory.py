@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 # Sliding windows alone never fill a memory.
-_ENDLESS = 1 << 40
+ENDLESS = 1 << 40
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,13 @@ class Offer:
         """The kernels really used, for packed pages and for raw ones: one name when all agree."""
         names = {kernel.name for layer in self.layers for kernel in (layer.pages.kernel, layer.pages.raw_kernel)}
         return ", ".join(sorted(names))
+
+    @property
+    def bits_per_number(self) -> float:
+        """Bits that a cached number costs in sealed pages, on average over all layers."""
+        layouts = [layer.pages.layout for layer in self.layers]
+        numbers = sum(layout.geometry.elements_per_token for layout in layouts)
+        return 8 * sum(layout.bytes_per_token for layout in layouts) / numbers
 
 
 class Memory:
@@ -111,9 +118,9 @@ class Memory:
         return f"{request.most_tokens} tokens need {needed} bytes of cache, of {self.arena.nbytes}"
 
     def capacity_tokens(self, policy: int, sequences: int = 1) -> int:
-        """How many tokens each of so many sequences under a policy can have, if nothing else is in memory."""
+        """How many tokens each of so many sequences under a policy can have, if nothing else is in memory; ENDLESS - 1 if of any length."""
         least, beyond = 0, 1
-        while beyond < _ENDLESS and self.arena.fits(self._blocks(policy, beyond, sequences)):
+        while beyond < ENDLESS and self.arena.fits(self._blocks(policy, beyond, sequences)):
             least, beyond = beyond, 2 * beyond
         return bisect.bisect_left(
             range(beyond), True, least + 1, key=lambda tokens: not self.arena.fits(self._blocks(policy, tokens, sequences))

@@ -93,6 +93,7 @@ class Request:
     priority     lower goes first; equal ones in the order of arrival
     guide        what may be generated, None: everything
     holding      what it holds of the memory while it runs
+    began_seconds   time.monotonic() of its first step, None while it waits for it
     """
 
     id: str
@@ -109,6 +110,7 @@ class Request:
     cached_tokens: int = field(default=0, init=False)
     preemptions: int = field(default=0, init=False)
     finish: Finish | None = field(default=None, init=False)
+    began_seconds: float | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         if not self.tokens:

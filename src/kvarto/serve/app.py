@@ -1,0 +1,234 @@
+"""Routes: a body becomes a plan, what comes of it becomes JSON or server-sent events, and an error becomes OpenAI's error object.
+
+Nothing here computes for long on the event loop: bodies are read, templates rendered, texts tokenized and schemas compiled in a thread of the pool.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from typing import Any, TypeVar
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from kvarto import __version__
+from kvarto.engine.engine import Engine
+from kvarto.errors import EngineClosed, KvartoError, Overloaded, Unsupported, UsageError
+from kvarto.serve.job import Job
+from kvarto.serve.metrics import CONTENT_TYPE
+from kvarto.serve.service import FORMAT_HEADER, Plan, Service, TooLong, UnknownModel
+from kvarto.serve.shapes import Json
+
+_MOST_BODY_BYTES = 64 * 2**20
+_RETRY_AFTER_SECONDS = 1
+_CLIENT_GONE = 499  # nginx's; nobody is there to read it
+_log = logging.getLogger("kvarto.serve")
+T = TypeVar("T")
+
+
+class BodyTooLarge(KvartoError):
+    """A body of more bytes than any request needs."""
+
+
+def make_app(engine: Engine) -> Starlette:
+    """The ASGI application. It does not close the engine."""
+    service = Service(engine)
+
+    async def completions(request: Request) -> Response:
+        return await _generate(service, request, service.completion)
+
+    async def chat(request: Request) -> Response:
+        return await _generate(service, request, service.chat)
+
+    async def tokenize(request: Request) -> Response:
+        return JSONResponse(await run_in_threadpool(service.tokenize, await _body(request), None))
+
+    async def models(_: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [service.model()]})
+
+    async def model(request: Request) -> Response:
+        if request.path_params["name"] != service.name:
+            raise UnknownModel("model", request.path_params["name"], [service.name])
+        return JSONResponse(service.model())
+
+    async def health(_: Request) -> Response:
+        if engine.why_closed:
+            raise EngineClosed(engine.why_closed)
+        return JSONResponse({"status": "ok"})
+
+    async def metrics(_: Request) -> Response:
+        return Response(service.metrics.text(), headers={"content-type": CONTENT_TYPE})
+
+    routes = [
+        Route("/v1/completions", completions, methods=["POST"]),
+        Route("/v1/chat/completions", chat, methods=["POST"]),
+        Route("/v1/models", models),
+        Route("/v1/models/{name:path}", model),
+        Route("/tokenize", tokenize, methods=["POST"]),
+        Route("/health", health),
+        Route("/metrics", metrics),
+    ]
+    handlers = {KvartoError: _on_error, HTTPException: _on_http_error, Exception: _on_fault}
+    return Starlette(routes=routes, exception_handlers=handlers)
+
+
+async def _generate(service: Service, request: Request, understand: Callable[[bytes, str | None], Plan]) -> Response:
+    """Both kinds of generation, streamed or whole."""
+    arrived, header, kv_format = time.monotonic(), request.headers.get(FORMAT_HEADER), ""
+    try:
+        plan = await run_in_threadpool(understand, await _body(request), header)
+        kv_format = str(plan.asks[0][0].kv)
+        job = Job(service.engine, service.metrics, plan.asks, name=plan.id, arrived=arrived)
+        await run_in_threadpool(job.submit)
+    except KvartoError as error:
+        service.metrics.refused(_outcome(error), kv_format)
+        _log.info("refused, %s", error)
+        raise
+    headers = {FORMAT_HEADER: job.kv_format}
+    if plan.stream:
+        return _EventStream(_events(service, plan, job), job, headers)
+    try:
+        answer = await _unless_gone(request.receive, _whole(service, plan, job))
+    finally:
+        job.close()
+    return Response(status_code=_CLIENT_GONE) if answer is None else JSONResponse(answer, headers=headers)
+
+
+async def _whole(service: Service, plan: Plan, job: Job) -> Json:
+    parts = [list(shape.begin()) for shape in plan.shapes]
+    async for index, delta in job.news():
+        parts[index] += plan.shapes[index].feed(delta)
+    choices = [shape.whole(own) for shape, own in zip(plan.shapes, parts, strict=True)]
+    return _about(service, plan, job, plan.kinds[0]) | {"choices": choices, "usage": job.usage}
+
+
+async def _events(service: Service, plan: Plan, job: Job) -> AsyncIterator[str]:
+    about = _about(service, plan, job, plan.kinds[1])
+    tail = {"usage": None} if plan.include_usage else {}
+    for shape in plan.shapes:
+        for part in shape.begin():
+            yield _event(about | {"choices": [part]} | tail)
+    try:
+        async for index, delta in job.news():
+            for part in plan.shapes[index].feed(delta):
+                yield _event(about | {"choices": [part]} | tail)
+        if plan.include_usage:
+            yield _event(about | {"choices": [], "usage": job.usage})
+    except KvartoError as error:
+        yield _event(_explain(error)[1])
+    yield "data: [DONE]\n\n"
+
+
+def _about(service: Service, plan: Plan, job: Job, kind: str) -> Json:
+    return {
+        "id": plan.id,
+        "object": kind,
+        "created": int(time.time()),
+        "model": service.name,
+        "system_fingerprint": f"kvarto-{__version__}-{job.kv_format}",
+    }
+
+
+def _event(data: Json) -> str:
+    return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+class _EventStream(StreamingResponse):
+    """Server-sent events of a job, which ends with them, also when the client leaves before."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[str], job: Job, headers: Mapping[str, str]) -> None:
+        super().__init__(events, headers={"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
+        self._job = job
+
+    async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await _unless_gone(receive, self.stream_response(send))
+        finally:
+            self._job.close()
+
+
+async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
+    """What `work` gives, or None, and it is given up, if the client leaves before."""
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _body(request: Request) -> bytes:
+    """All of it. Raises BodyTooLarge."""
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > _MOST_BODY_BYTES:
+            raise BodyTooLarge(f"the body has more than {_MOST_BODY_BYTES} bytes")
+    return bytes(body)
+
+
+# ---- errors ----------------------------------------------------------------------------------------------------------------
+
+
+def _outcome(error: KvartoError) -> str:
+    """As metrics count it."""
+    return {Overloaded: "overloaded", EngineClosed: "closing"}.get(type(error), "invalid")
+
+
+def _explain(error: KvartoError) -> tuple[int, Json, dict[str, str]]:
+    """Status, OpenAI's error object, headers."""
+    status, kind, code, headers = 500, "server_error", None, {}
+    retry = {"Retry-After": str(_RETRY_AFTER_SECONDS)}
+    match error:
+        case TooLong():
+            status, kind, code = 400, "invalid_request_error", "context_length_exceeded"
+        case UnknownModel():
+            status, kind, code = 404, "invalid_request_error", "model_not_found"
+        case UsageError() | Unsupported():
+            status, kind = 400, "invalid_request_error"
+        case BodyTooLarge():
+            status, kind = 413, "invalid_request_error"
+        case Overloaded():
+            status, kind, code, headers = 429, "rate_limit_error", "overloaded", retry
+        case EngineClosed():
+            status, kind, code, headers = 503, "server_error", "closing", retry
+    param = error.name if isinstance(error, UsageError) else None
+    return status, {"error": {"message": str(error), "type": kind, "param": param, "code": code}}, headers
+
+
+async def _on_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, KvartoError)
+    status, body, headers = _explain(error)
+    return JSONResponse(body, status, headers)
+
+
+async def _on_http_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    body = {"error": {"message": error.detail, "type": "invalid_request_error", "param": None, "code": None}}
+    return JSONResponse(body, error.status_code, error.headers)
+
+
+async def _on_fault(_: Request, error: Exception) -> Response:
+    """A fault of ours; the server logs the traceback."""
+    message = f"internal error: {type(error).__name__}"
+    return JSONResponse(
+        {"error": {"message": message, "type": "server_error", "param": None, "code": None}}, status_code=500
+    )

@@ -1,0 +1,203 @@
+"""Between messages and text: the model's chat template on the way in, tool calls found in what it wrote on the way out. No torch.
+
+Some templates say nothing of tools. Then we put them into the system message ourselves, and calls of earlier turns into their messages, in the form
+that Hermes and Qwen were trained on: <tool_call>{"name": ..., "arguments": {...}}</tool_call>. `ChatTemplate.tools_by` says who does it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jinja2 import TemplateError
+from pydantic_core import from_json
+
+from kvarto.errors import Unsupported, UsageError
+from kvarto.serve.protocol import Function, Message
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+# How models wrap a call: Hermes and Qwen; Qwen-Coder, which often answers with a fenced block in spite of its template.
+_WRAPPINGS = {OPEN: CLOSE, "```json": "```"}
+_OPENING = re.compile("|".join(map(re.escape, _WRAPPINGS)))
+_PROBE = "kvarto_probe"
+
+_SYSTEM = """\
+You may call functions. Their signatures, one a line:
+<tools>
+{tools}
+</tools>
+For each call write a JSON object with the function's name and its arguments, and nothing else:
+<tool_call>
+{{"name": "...", "arguments": {{...}}}}
+</tool_call>"""
+
+
+class ChatTemplate:
+    """The chat template of a transformers tokenizer."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.exists = bool(getattr(tokenizer, "chat_template", None))
+        self.tools_by = "template" if self.exists and self._knows_tools() else "kvarto"
+
+    def tokens(self, messages: Sequence[Message], tools: Sequence[Function]) -> list[int]:
+        """The prompt up to where the assistant answers. Raises UsageError if the template refuses, Unsupported if there is none."""
+        if not self.exists:
+            raise Unsupported("this model has no chat template; send its prompt to /v1/completions")
+        turns, described = [_turn(message) for message in messages], [_describe(tool) for tool in tools]
+        if self.tools_by == "kvarto":
+            turns, described = _with_tools([_spelled_out(turn) for turn in turns], described), []
+        try:
+            text = self._render(turns, described)
+        except (TemplateError, TypeError, ValueError) as error:
+            raise UsageError("messages", "messages that the model's chat template takes", str(error)) from error
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _render(self, turns: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
+        text = self._tokenizer.apply_chat_template(
+            turns, tools=tools or None, tokenize=False, add_generation_prompt=True
+        )
+        return str(text)
+
+    def _knows_tools(self) -> bool:
+        try:
+            return _PROBE in self._render([{"role": "user", "content": "?"}], [_describe(Function(name=_PROBE))])
+        except (TemplateError, TypeError, ValueError):
+            return False
+
+
+def _turn(message: Message) -> dict[str, Any]:
+    """A message as templates expect it: arguments are objects, not text."""
+    turn: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.role == "developer":
+        turn["role"] = "system"
+    if message.name:
+        turn["name"] = message.name
+    if message.tool_call_id:
+        turn["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        turn["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": call.function.values}}
+            for call in message.tool_calls
+        ]  # fmt: skip
+    return turn
+
+
+def _describe(function: Function) -> dict[str, Any]:
+    about: dict[str, Any] = {"name": function.name, "description": function.description}
+    return {"type": "function", "function": about | {"parameters": function.parameters}}
+
+
+def _spelled_out(turn: dict[str, Any]) -> dict[str, Any]:
+    """With its calls in its text."""
+    calls = [json.dumps(call["function"], ensure_ascii=False) for call in turn.get("tool_calls", [])]
+    return turn | {
+        "content": "\n".join(filter(None, [turn["content"], *(f"{OPEN}\n{call}\n{CLOSE}" for call in calls)]))
+    }
+
+
+def _with_tools(turns: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    if not tools:
+        return turns
+    system = _SYSTEM.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+    if turns[0]["role"] == "system":
+        return [turns[0] | {"content": f"{turns[0]['content']}\n\n{system}"}, *turns[1:]]
+    return [{"role": "system", "content": system}, *turns]
+
+
+# ---- calls in what the model writes ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Call:
+    """The model calls a function; `arguments` is a JSON object as text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCallReader:
+    """Text as it comes in, text and calls out. Text that may become a call is held back.
+
+    What looks like a call but is not one of an offered function, or is no JSON, is text, as the model wrote it.
+    """
+
+    def __init__(self, names: Collection[str]) -> None:
+        self._names, self._held, self._after_call = frozenset(names), "", False
+
+    def feed(self, text: str) -> Iterator[str | Call]:
+        """What is sure after some more text."""
+        self._held += text
+        while self._held:
+            opening = _OPENING.search(self._held)
+            begin = opening.start() if opening else len(self._held) - _may_begin_a_wrapping(self._held)
+            yield from self._let_go(begin)
+            if opening is None:
+                return
+            calls, end = self._calls(opening[0])
+            if calls is None:
+                return
+            if not calls:
+                yield from self._let_go(end)
+                continue
+            self._held, self._after_call = self._held[end:], True
+            yield from calls
+
+    def finish(self) -> Iterator[str | Call]:
+        """What was held back. A call that only lacks its closing mark, since the text ended there, is a call."""
+        while opening := _OPENING.match(self._held):
+            if calls := self._parse(self._held[opening.end() :]):
+                self._held = ""
+                yield from calls
+            else:
+                yield from self._let_go(opening.end())
+                yield from self.feed("")
+        yield from self._let_go(len(self._held))
+
+    def _let_go(self, end: int) -> Iterator[str]:
+        text, self._held = self._held[:end], self._held[end:]
+        if self._after_call:  # white space behind a call is nobody's text
+            text = text.lstrip()
+        if text:
+            self._after_call = False
+            yield text
+
+    def _calls(self, opening: str) -> tuple[list[Call] | None, int]:
+        """Calls of the wrapping that `_held` begins with, and where it ends; None if that is not known yet.
+
+        A closing mark may stand inside of an argument, so the first one behind whole JSON is it.
+        """
+        closing, begin = _WRAPPINGS[opening], len(opening)
+        at = self._held.find(closing, begin)
+        while at >= 0:
+            end = at + len(closing)
+            if (calls := self._parse(self._held[begin:at])) is not None:
+                return calls, end
+            at = self._held.find(closing, end)
+        return None, 0
+
+    def _parse(self, text: str) -> list[Call] | None:
+        """Calls in JSON: empty if it says something else, None if it is no JSON."""
+        try:
+            data = from_json(text, allow_inf_nan=False)
+        except ValueError:
+            return None
+        found = [_call(item) for item in (data if isinstance(data, list) else [data])]
+        calls = [call for call in found if call is not None and call.name in self._names]
+        return calls if len(calls) == len(found) else []
+
+
+def _call(data: Any) -> Call | None:
+    if not isinstance(data, dict) or not isinstance(data.get("name"), str):
+        return None
+    arguments = data.get("arguments", data.get("parameters"))  # the latter: Llama
+    return Call(data["name"], json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None
+
+
+def _may_begin_a_wrapping(text: str) -> int:
+    """How many characters at its end."""
+    longest = min(max(map(len, _WRAPPINGS)) - 1, len(text))
+    return next((n for n in range(longest, 0, -1) if any(mark.startswith(text[-n:]) for mark in _WRAPPINGS)), 0)

@@ -1,0 +1,29 @@
+"""A tokenizer whose tokens are bytes, so that tests of texts need no model."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import PreTrainedTokenizerFast
+
+PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+WITH_TOOLS = "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}" + PLAIN
+_CALLS = "{% for c in m.tool_calls or [] %}{{ c.function.arguments.x }}{% endfor %}"
+WITH_CALLS = WITH_TOOLS.replace("{{ m.content }}", "{{ m.content }}" + _CALLS)
+
+
+@cache
+def tokenizer(template: str | None = None) -> Any:
+    alphabet = sorted(ByteLevel.alphabet())
+    vocabulary = {symbol: number for number, symbol in enumerate(alphabet)} | {"<end>": len(alphabet)}
+    built = Tokenizer(BPE(vocabulary, []))
+    built.pre_tokenizer, built.decoder = ByteLevel(add_prefix_space=False, use_regex=False), ByteDecoder()
+    return PreTrainedTokenizerFast(tokenizer_object=built, eos_token="<end>", chat_template=template)
+
+
+EOS = 256

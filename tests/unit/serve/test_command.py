@@ -1,0 +1,93 @@
+"""`kvarto serve` says in one line what is wrong, before a model is loaded."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("llguidance")
+pytest.importorskip("uvicorn")
+
+import threading
+
+import uvicorn
+
+from kvarto import cli, jit
+from kvarto.serve.command import DrainingServer
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        yield other.getsockname()[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--kv", "in4"], r"codec: expected one of .*, got 'in4'; did you mean int4.*"),
+        (["--also", "int4+sink7"], r"sink tokens: .*"),
+        (["--memory", "much"], r"memory: expected a size such as 8GiB.*, got 'much'"),
+        (
+            ["--host", "no.such.host.invalid", "--port", "0"],
+            r"host: expected an address of this machine, got no\.such.*",
+        ),
+        (["--port", "99999"], r"Invalid value for '--port': .*"),
+        (["nope", "--port", "0"], r"model: expected one of .*"),
+    ],
+)
+def test_a_usage_error_is_one_line(words: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["serve", *words]) == 2
+    err = capsys.readouterr().err
+    assert re.fullmatch(f"error: {line}\n", err), err
+
+
+def test_a_taken_port(taken: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["serve", "--port", str(taken)]) == 2
+    err = capsys.readouterr().err
+    assert re.fullmatch(r"error: port: expected .*, got 127\.0\.0\.1:\d+ \(Address already in use\)\n", err), err
+
+
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(jit, "why_unavailable", lambda package: "it is not installed" if package == "uvicorn" else "")
+    assert cli.run(["serve"]) == 2
+    assert (
+        capsys.readouterr().err
+        == "error: uvicorn is not available: it is not installed; run: pip install 'kvarto[serve]'\n"
+    )
+
+
+class FakeEngine:
+    """Its requests end when it is closed a second time."""
+
+    running, waiting = 1, 0
+
+    def __init__(self) -> None:
+        self.closed: list[bool] = []
+        self._over = threading.Event()
+
+    def close(self, *, drain: bool, timeout_seconds: float) -> None:
+        self.closed.append(drain)
+        if not drain:
+            self._over.set()
+        assert self._over.wait(timeout_seconds)
+
+
+def test_signals_drain_then_end_then_force() -> None:
+    engine = FakeEngine()
+    server = DrainingServer(uvicorn.Config(lambda *_: None, log_config=None), engine, 10)  # type: ignore[arg-type]
+    server.handle_exit(15, None)
+    assert not server.should_exit
+    server.handle_exit(15, None)
+    for thread in threading.enumerate():
+        if thread.name == "kvarto close":
+            thread.join()
+    assert engine.closed == [True, False]
+    assert server.should_exit
+    assert not server.force_exit
+    server.handle_exit(2, None)
+    assert server.force_exit

@@ -1,0 +1,116 @@
+"""Parts of a stream have OpenAI's shapes, and together they are the whole answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from bytes_tokenizer import EOS, tokenizer
+
+from kvarto.engine.engine import Delta
+from kvarto.engine.request import Finish
+from kvarto.engine.sampling import Choice
+from kvarto.serve.shapes import ChatShape, CompletionShape, Names, Shape, usage
+
+
+def token(text: str) -> int:
+    (number,) = tokenizer()(text)["input_ids"]
+    return int(number)
+
+
+def letter(text: str, finish: Finish | None = None) -> Delta:
+    choice = Choice(token(text), -0.5, ((token(text), -0.5), (token("z"), -2.0)))
+    return Delta(text, (choice,), finish)
+
+
+END = Delta("", (Choice(EOS, -0.1, ((EOS, -0.1),)),), Finish.STOP)
+NAMES = Names(tokenizer(), {EOS})
+
+
+def parts(shape: Shape, *deltas: Delta) -> list[dict[str, Any]]:
+    return [*shape.begin(), *(part for delta in deltas for part in shape.feed(delta))]
+
+
+def test_a_completion() -> None:
+    shape = CompletionShape(2, NAMES)
+    shown = parts(shape, letter("a"), letter("b"), END)
+    assert [part["text"] for part in shown] == ["a", "b", ""]
+    assert [part["finish_reason"] for part in shown] == [None, None, "stop"]
+    assert shape.whole(shown) == {
+        "index": 2,
+        "text": "ab",
+        "finish_reason": "stop",
+        "logprobs": {
+            "tokens": ["a", "b"],
+            "token_logprobs": [-0.5, -0.5],
+            "top_logprobs": [{"a": -0.5, "z": -2.0}, {"b": -0.5, "z": -2.0}],
+            "text_offset": [0, 1],
+        },
+    }
+
+
+def test_a_chat() -> None:
+    shape = ChatShape(0, NAMES, ())
+    shown = parts(shape, letter("a"), letter("b", Finish.LENGTH))
+    assert shown[0]["delta"] == {"role": "assistant", "content": ""}
+    assert [part["delta"] for part in shown[1:]] == [{"content": "a"}, {"content": "b"}, {}]
+    assert [part["finish_reason"] for part in shown] == [None, None, None, "length"]
+    whole = shape.whole(shown)
+    assert whole["message"] == {"role": "assistant", "content": "ab", "refusal": None}
+    entries = whole["logprobs"]["content"]
+    assert entries[0] == {
+        "token": "a",
+        "logprob": -0.5,
+        "bytes": [97],
+        "top_logprobs": [{"token": t, "logprob": v, "bytes": list(t.encode())} for t, v in (("a", -0.5), ("z", -2.0))],
+    }
+    assert len(entries) == 2
+
+
+def test_log_probabilities_of_text_that_is_held_back_are_not_lost() -> None:
+    shape = ChatShape(0, NAMES, ())
+    shown = parts(shape, Delta("", (Choice(token("a"), -1.0),)), END)
+    assert [part["delta"] for part in shown[1:]] == [{"content": ""}, {}]
+    assert len(shape.whole(shown)["logprobs"]["content"]) == 1
+
+
+def test_half_a_character_has_no_bytes() -> None:
+    first_half = tokenizer()("é")["input_ids"][0]
+    (part,) = ChatShape(0, NAMES, ()).feed(Delta("", (Choice(first_half, -1.0),)))
+    assert part["logprobs"]["content"][0] | {"top_logprobs": []} == {
+        "token": "\ufffd", "logprob": -1.0, "bytes": None, "top_logprobs": [],
+    }  # fmt: skip
+
+
+def test_without_log_probabilities() -> None:
+    shape = ChatShape(0, NAMES, ())
+    shown = parts(shape, Delta("", (Choice(token("a")),)), Delta("ab", (Choice(token("b")),)), END)
+    assert len(shown) == 3
+    assert shape.whole(shown)["logprobs"] is None
+
+
+def test_calls() -> None:
+    shape = ChatShape(0, NAMES, ["f"])
+    call = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
+    shown = parts(shape, Delta(call[:20]), Delta(call[20:]), Delta(call), END)
+    assert [part["delta"]["tool_calls"][0]["index"] for part in shown if "tool_calls" in part["delta"]] == [0, 1]
+    whole = shape.whole(shown)
+    assert whole["finish_reason"] == "tool_calls"
+    assert whole["message"]["content"] is None
+    first, second = whole["message"]["tool_calls"]
+    assert first["function"] == {"name": "f", "arguments": '{"x": 1}'}
+    assert first["id"] != second["id"]
+    assert first["type"] == "function"
+    assert "index" not in first
+
+
+def test_usage() -> None:
+    assert usage(10, 4, 3) == {
+        "prompt_tokens": 10,
+        "completion_tokens": 3,
+        "total_tokens": 13,
+        "prompt_tokens_details": {"cached_tokens": 4},
+    }
