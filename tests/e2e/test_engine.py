@@ -259,6 +259,17 @@ def test_a_step_that_fails_ends_its_requests_and_not_the_engine(monkeypatch: pyt
     assert_same("int4", drive(engine, [request])[request], alone("llama", "int4", tuple(prompt(100))))
 
 
+def test_a_request_that_finds_no_room_ends_and_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = core("llama", "int4")
+    monkeypatch.setattr(engine.memory.prefixes, "take", lambda _: None)
+    request = Request("unlucky", prompt(100), GREEDY)
+    engine.add(request)
+    outputs = [output for _ in range(5) for output in engine.step()]
+    assert [(output.request, output.finish) for output in outputs] == [(request, Finish.ERROR)]
+    assert engine.idle
+    assert engine.step() == []
+
+
 @pytest.mark.parametrize(
     ("tokens", "most", "message"),
     [

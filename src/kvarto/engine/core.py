@@ -23,6 +23,7 @@ from kvarto.errors import KvartoError, UsageError
 from kvarto.formats import Policy
 
 _log = logging.getLogger(__name__)
+_MOST_EMPTY_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class EngineCore:
         self.scheduler = Scheduler(self.memory.begin, step_tokens=step_tokens, most_running=options.most_running)
         self.context_tokens = int(getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", 2**31))
         self.eos_tokens = _eos_tokens(model)
-        self.steps = 0
+        self.steps = self._empty_steps = 0
 
     def why_not(self, request: Request) -> UsageError | None:
         """Why a request cannot be served, ever, or None."""
@@ -113,8 +114,8 @@ class EngineCore:
         """Compute a step. An error of the model ends the requests of this step, and not the engine."""
         works = self.scheduler.schedule()
         if not works:
-            return []
-        self.steps += 1
+            return self._unstick()
+        self.steps, self._empty_steps = self.steps + 1, 0
         now = time.monotonic()
         for work in works:
             work.request.began_seconds = work.request.began_seconds or now
@@ -135,6 +136,14 @@ class EngineCore:
             work.request.holding.commit(work.request.tokens)
         choices = choose(logits[rows], sampled) if sampled else []
         return outputs + [self._accept(request, choice) for request, choice in zip(sampled, choices, strict=True)]
+
+    def _unstick(self) -> list[Output]:
+        """Nobody could go on. Once that is so because the last one that ran was preempted; then the first that waits has all memory for itself."""
+        self._empty_steps += not self.idle
+        if self._empty_steps < _MOST_EMPTY_STEPS or not self.scheduler.waiting:
+            return []
+        self._empty_steps = 0
+        return [self._fail(self.scheduler.waiting[0], "it found no room in a memory that nobody else holds")]
 
     def _accept(self, request: Request, choice: Choice) -> Output:
         """The next token of a request."""
