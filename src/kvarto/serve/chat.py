@@ -157,7 +157,7 @@ class ToolCallReader:
     def finish(self) -> Iterator[str | Call]:
         """What was held back. A call that only lacks its closing mark, since the text ended there, is a call."""
         if self._at_start:
-            lines = ",".join(self._held.strip().splitlines())  # several calls stand in as many lines
+            lines = ",".join(filter(str.strip, self._held.splitlines()))  # several calls stand in as many lines
             if calls := self._parse(self._held) or self._parse(f"[{lines}]"):
                 self._held = ""
                 yield from calls

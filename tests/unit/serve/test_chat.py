@@ -54,7 +54,7 @@ def written(text: str, size: int) -> list[str | Call]:
         # Nothing but the JSON.
         (CALL, [F1]),
         ('\n{ "name" : "f", "arguments": {"x": 1}}\n', [F1]),
-        (f"{CALL}\n{CALL}\n", [F1, F1]),
+        (f"{CALL}\n\n{CALL}\n", [F1, F1]),
         (f"{CALL}\n{CALL[:-1]}", [f"{CALL}\n{CALL[:-1]}"]),
         ('{"name": "Ada"}', ['{"name": "Ada"}']),
         ('{"name": ["f"]}', ['{"name": ["f"]}']),
