@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jinja2 import TemplateError
+from jsonschema import Draft202012Validator
 from pydantic_core import from_json
 
 from kvarto.errors import Unsupported, UsageError
 from kvarto.serve.protocol import Function, Message
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-# How models wrap a call: Hermes and Qwen; Qwen-Coder, which often answers with a fenced block in spite of its template.
+# How models wrap a call: Hermes and Qwen; Qwen-Coder, which often answers with a fenced block in spite of its template, or with nothing but the JSON.
 _WRAPPINGS = {OPEN: CLOSE, "```json": "```"}
+_BARE = '{"name":'
+_SPACED_CHARACTERS = 64  # with white space in it it may be so long
 _OPENING = re.compile("|".join(map(re.escape, _WRAPPINGS)))
 _PROBE = "kvarto_probe"
 
@@ -122,15 +125,20 @@ class Call:
 class ToolCallReader:
     """Text as it comes in, text and calls out. Text that may become a call is held back.
 
-    What looks like a call but is not one of an offered function, or is no JSON, is text, as the model wrote it.
+    What looks like a call but is no JSON, of no offered function, or with arguments that a strict one forbids, is text, as the model wrote it.
     """
 
-    def __init__(self, names: Collection[str]) -> None:
-        self._names, self._held, self._after_call = frozenset(names), "", False
+    def __init__(self, functions: Sequence[Function]) -> None:
+        self._validators = {each.name: _validator(each) for each in functions}
+        self._held, self._at_start, self._after_call = "", True, False
 
     def feed(self, text: str) -> Iterator[str | Call]:
         """What is sure after some more text."""
         self._held += text
+        if self._at_start:
+            if _BARE.startswith("".join(self._held[:_SPACED_CHARACTERS].split())[: len(_BARE)]):
+                return
+            self._at_start = False
         while self._held:
             opening = _OPENING.search(self._held)
             begin = opening.start() if opening else len(self._held) - _may_begin_a_wrapping(self._held)
@@ -148,6 +156,13 @@ class ToolCallReader:
 
     def finish(self) -> Iterator[str | Call]:
         """What was held back. A call that only lacks its closing mark, since the text ended there, is a call."""
+        if self._at_start:
+            lines = ",".join(filter(str.strip, self._held.splitlines()))  # several calls stand in as many lines
+            if calls := self._parse(self._held) or self._parse(f"[{lines}]"):
+                self._held = ""
+                yield from calls
+            self._at_start = False
+            yield from self.feed("")
         while opening := _OPENING.match(self._held):
             if calls := self._parse(self._held[opening.end() :]):
                 self._held = ""
@@ -185,16 +200,23 @@ class ToolCallReader:
             data = from_json(text, allow_inf_nan=False)
         except ValueError:
             return None
-        found = [_call(item) for item in (data if isinstance(data, list) else [data])]
-        calls = [call for call in found if call is not None and call.name in self._names]
+        found = [self._call(item) for item in (data if isinstance(data, list) else [data])]
+        calls = [call for call in found if call is not None]
         return calls if len(calls) == len(found) else []
 
+    def _call(self, data: Any) -> Call | None:
+        name = data.get("name") if isinstance(data, dict) else None
+        if not isinstance(name, str) or name not in self._validators:
+            return None
+        arguments = data.get("arguments", data.get("parameters"))  # the latter: Llama
+        if not isinstance(arguments, dict) or not self._validators[name].is_valid(arguments):
+            return None
+        return Call(name, json.dumps(arguments, ensure_ascii=False))
 
-def _call(data: Any) -> Call | None:
-    if not isinstance(data, dict) or not isinstance(data.get("name"), str):
-        return None
-    arguments = data.get("arguments", data.get("parameters"))  # the latter: Llama
-    return Call(data["name"], json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None
+
+def _validator(function: Function) -> Draft202012Validator:
+    """Of arguments; any will do unless the function is strict."""
+    return Draft202012Validator(function.parameters if function.strict else True)
 
 
 def _may_begin_a_wrapping(text: str) -> int:

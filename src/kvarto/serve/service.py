@@ -16,7 +16,7 @@ from kvarto.serve.chat import ChatTemplate
 from kvarto.serve.metrics import Metrics
 from kvarto.serve.protocol import ChatRequest, CompletionRequest, Generation, Message, TokenizeRequest, Tool, read
 from kvarto.serve.shapes import ChatShape, CompletionShape, Json, Names, Shape, new_id
-from kvarto.serve.structured import GrammarGuide, Structure, grammar
+from kvarto.serve.structured import GrammarGuide, Structure
 
 FORMAT_HEADER = "X-KV-Format"
 
@@ -88,10 +88,10 @@ class Service:
             Ask(tokens, sampling, offered.name, wanted.cache_salt, guide=self._guide(wanted))
             for sampling in wanted.sampling(max_tokens, wanted.most_logprobs)
         ]
-        names, tools = self._names(wanted), [function.name for function in wanted.offered_tools]
+        names = self._names(wanted)
         return Plan(
             asks=[asks],
-            shapes=[ChatShape(index, names, tools) for index in range(wanted.n)],
+            shapes=[ChatShape(index, names, wanted.offered_tools) for index in range(wanted.n)],
             stream=wanted.stream,
             include_usage=wanted.stream_options.include_usage,
             kinds=("chat.completion", "chat.completion.chunk"),
@@ -176,8 +176,10 @@ class Service:
             raise UsageError("ignore_eos", "false, where the answer's form is given", True)
         # A model that must call something rarely knows when it has called enough, so only who asks for more than one call gets more.
         several = wanted.parallel_tool_calls is True if required else wanted.parallel_tool_calls is not False
-        text = grammar(answer=answer, tools=required or tools, required=bool(required), several=several)
-        return self._structure.guide(text, "response_format" if answer is not None and not tools else "tools")
+        field = "response_format" if answer is not None and not tools else "tools"
+        return self._structure.guide(
+            field, answer=answer, tools=required or tools, required=bool(required), several=several
+        )
 
 
 def _fitting(offered: Offered, prompt_tokens: int, wanted: int | None, fields: tuple[str, str]) -> int:

@@ -13,6 +13,7 @@ from kvarto.engine.engine import Delta
 from kvarto.engine.request import Finish
 from kvarto.engine.sampling import Choice
 from kvarto.serve.chat import Call, ToolCallReader
+from kvarto.serve.protocol import Function
 
 Json = dict[str, Any]
 _INCOMPLETE = "\ufffd"
@@ -95,9 +96,9 @@ class CompletionShape:
 
 
 class ChatShape:
-    """A choice of /v1/chat/completions. `tools`: names of functions whose calls are looked for."""
+    """A choice of /v1/chat/completions. `tools`: functions whose calls are looked for."""
 
-    def __init__(self, index: int, names: Names, tools: Collection[str]) -> None:
+    def __init__(self, index: int, names: Names, tools: Sequence[Function]) -> None:
         self._index, self._names, self._calls = index, names, 0
         self._reader = ToolCallReader(tools) if tools else None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import llguidance
@@ -21,10 +21,8 @@ if TYPE_CHECKING:
 
 # As json.dumps writes and models were trained; with free white space a small model may write nothing else.
 _WRITING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-_LISTING = re.compile(r"^ *\d+ \| ", re.MULTILINE)  # llguidance adds the grammar, which is ours, to what it says
-# Text without a call; and text that ends where its first call begins, which has to be lazy to notice that.
 _TEXT = rf"TEXT: /(.|\n)*/ & ~/(.|\n)*{OPEN}(.|\n)*/"
-_TALK = rf'talk[lazy]: /(.|\n)*/ "{OPEN}"'
+_LISTING = re.compile(r"^ *\d+ \| ", re.MULTILINE)  # llguidance adds the grammar, which is ours, to what it says
 
 
 class Structure:
@@ -44,16 +42,56 @@ class Structure:
             self._tokens = llguidance.hf.from_tokenizer(tokenizer, n_vocab=vocabulary, eos_token=self._eos)
         except ValueError as error:
             self.reason = str(error)
+            return
+        self._marks = [self._written(mark) for mark in (OPEN, CLOSE)]
 
-    def guide(self, grammar: str, field: str) -> GrammarGuide:
-        """One for one request. Raises UsageError about `field` if the grammar is none, Unsupported if the model cannot be guided."""
+    def guide(
+        self, field: str, *, answer: dict[str, Any] | None, tools: Sequence[Function], required: bool, several: bool
+    ) -> GrammarGuide:
+        """One for one request. Raises UsageError about `field` if a schema cannot be enforced, Unsupported if the model cannot be guided.
+
+        answer     the schema of an answer that calls nothing, None: any text
+        tools      what may be called
+        required   something must be called
+        several    more than one call may be made
+        """
         if self.reason:
             raise Unsupported(f"this model's answers cannot be held to a schema: {self.reason}")
-        matcher = llguidance.LLMatcher(self._tokens, grammar, log_level=0)
+        rules, begins = list[str](), list[str]()
+        if tools:
+            begins.append("calls")
+            rules += self._call_rules(tools, talk=not required and answer is None, several=several)
+        if not required:
+            begins.append("TEXT" if answer is None else "answer")
+            rules.append(_TEXT if answer is None else f"answer: {_json(answer)}")
+        matcher = llguidance.LLMatcher(self._tokens, "\n".join([f"start: {' | '.join(begins)}", *rules]), log_level=0)
         if matcher.is_error():
             reason = _LISTING.split(matcher.get_error())[0]
             raise UsageError(field, "a JSON schema that can be enforced", " ".join(reason.split()))
         return GrammarGuide(matcher, self._eos)
+
+    def _call_rules(self, tools: Sequence[Function], *, talk: bool, several: bool) -> Iterator[str]:
+        """`calls`: one or several, perhaps with text before the first. Each function has a rule of its own, so that references in its schema hold."""
+        opening, closing = self._marks
+        more = f' ("\\n" {opening} call)*' if several else ""
+        yield f"calls: {'talk' if talk else opening} call{more}"
+        if talk and self._is_token(OPEN):
+            yield f"talk: TEXT {opening}"
+        elif talk:  # lazy, to notice the mark where it ends
+            yield f"talk[lazy]: /(.|\\n)*/ {opening}"
+        yield "call: " + " | ".join(f"call{i}" for i in range(len(tools)))
+        for i, tool in enumerate(tools):
+            begin = json.dumps(f'\n{{"name": "{tool.name}", "arguments": ')
+            yield f'call{i}: {begin} {_json(tool.parameters)} "}}\\n" {closing}'
+
+    def _is_token(self, mark: str) -> bool:
+        """The tokenizer has a token for it, which llguidance takes for a special one: no text matches it."""
+        tokens = self._tokens.tokenize_str(mark, parse_special=True)
+        return len(tokens) == 1 and self._tokens.is_special_token(tokens[0])
+
+    def _written(self, mark: str) -> str:
+        """A mark in a grammar."""
+        return mark if self._is_token(mark) else json.dumps(mark)
 
 
 class GrammarGuide:
@@ -67,7 +105,7 @@ class GrammarGuide:
         mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         allowed = np.unpackbits(mask, bitorder="little", count=len(logits)).astype(bool)
         if self._matcher.is_error():  # the grammar grew beyond llguidance's limits
-            self.failure = self._matcher.get_error()
+            self.failure = self._matcher.get_error().split("\n")[0]
             allowed[:] = False
             allowed[self._eos] = True
         return logits.masked_fill(~torch.from_numpy(allowed).to(logits.device), -torch.inf)
@@ -75,38 +113,6 @@ class GrammarGuide:
     def accept(self, token: int) -> None:
         """This token came next."""
         self._matcher.consume_token(token)
-
-
-def grammar(
-    *, answer: dict[str, Any] | None, tools: Sequence[Function], required: bool, several: bool
-) -> str:  # fmt: skip
-    """The grammar of an answer, in llguidance's kind of Lark.
-
-    answer     the schema of an answer that calls nothing, None: any text
-    tools      what may be called
-    required   something must be called
-    several    more than one call may be made
-    """
-    rules, begins = [], []
-    if tools:
-        talk_first = not required and answer is None
-        more = f' ("\\n{OPEN}" call)*' if several else ""
-        begins.append("calls")
-        rules.append(f"calls: {'talk' if talk_first else json.dumps(OPEN)} call{more}")
-        rules += [_TALK] * talk_first
-        rules.append("call: " + " | ".join(f"call{i}" for i in range(len(tools))))
-        rules += [_call_rule(i, tool) for i, tool in enumerate(tools)]
-    if not required:
-        begins.append("TEXT" if answer is None else "answer")
-        rules.append(_TEXT if answer is None else f"answer: {_json(answer)}")
-    return "\n".join([f"start: {' | '.join(begins)}", *rules])
-
-
-def _call_rule(number: int, tool: Function) -> str:
-    """A call from behind its opening mark on. Each has a schema of its own, so that references within it hold."""
-    begin = json.dumps(f'\n{{"name": "{tool.name}", "arguments": ')
-    end = json.dumps(f"}}\n{CLOSE}")
-    return f"call{number}: {begin} {_json(tool.parameters)} {end}"
 
 
 def _json(schema: dict[str, Any]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 from tokenizers.decoders import ByteLevel as ByteDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
@@ -18,11 +18,13 @@ WITH_CALLS = WITH_TOOLS.replace("{{ m.content }}", "{{ m.content }}" + _CALLS)
 
 
 @cache
-def tokenizer(template: str | None = None) -> Any:
+def tokenizer(template: str | None = None, added: tuple[str, ...] = ()) -> Any:
+    """`added`: marks that are one token, as in Qwen's."""
     alphabet = sorted(ByteLevel.alphabet())
     vocabulary = {symbol: number for number, symbol in enumerate(alphabet)} | {"<end>": len(alphabet)}
     built = Tokenizer(BPE(vocabulary, []))
     built.pre_tokenizer, built.decoder = ByteLevel(add_prefix_space=False, use_regex=False), ByteDecoder()
+    built.add_tokens([AddedToken(mark, normalized=False) for mark in added])
     return PreTrainedTokenizerFast(tokenizer_object=built, eos_token="<end>", chat_template=template)
 
 

@@ -15,12 +15,13 @@ from kvarto.serve.chat import Call, ChatTemplate, ToolCallReader
 from kvarto.serve.protocol import CalledFunction, Function, Message, ToolCall
 
 CALL = '{"name": "f", "arguments": {"x": 1}}'
+STRICT = Function(name="g", strict=True)
 F1 = Call("f", '{"x": 1}')
 
 
 def written(text: str, size: int) -> list[str | Call]:
     """What is found in text that comes in pieces of `size` characters; neighbouring texts joined."""
-    reader, events = ToolCallReader(["f", "g"]), list[str | Call]()
+    reader, events = ToolCallReader([Function(name="f"), STRICT]), list[str | Call]()
     for begin in range(0, len(text), size):
         events += reader.feed(text[begin : begin + size])
     events += reader.finish()
@@ -50,6 +51,19 @@ def written(text: str, size: int) -> list[str | Call]:
         # Closing marks within arguments.
         ('```json\n{"name": "f", "arguments": {"x": "a ``` b"}}\n```', [Call("f", '{"x": "a ``` b"}')]),
         ('<tool_call>{"name": "f", "arguments": {"x": "</tool_call>"}}</tool_call>', [Call("f", '{"x": "</tool_call>"}')]),
+        # Nothing but the JSON.
+        (CALL, [F1]),
+        ('\n{ "name" : "f", "arguments": {"x": 1}}\n', [F1]),
+        (f"{CALL}\n\n{CALL}\n", [F1, F1]),
+        (f"{CALL}\n{CALL[:-1]}", [f"{CALL}\n{CALL[:-1]}"]),
+        ('{"name": "Ada"}', ['{"name": "Ada"}']),
+        ('{"name": ["f"]}', ['{"name": ["f"]}']),
+        (f'{{"names": []}} <tool_call>{CALL}</tool_call>', ['{"names": []} ', F1]),
+        (f'{{"name": 1}} <tool_call>{CALL}</tool_call>', ['{"name": 1} ', F1]),
+        (f"{CALL} and more", [f"{CALL} and more"]),
+        # A strict function takes no arguments that its schema forbids.
+        ('{"name": "g", "arguments": {"x": 1}}', ['{"name": "g", "arguments": {"x": 1}}']),
+        ('{"name": "g", "arguments": {}}', [Call("g", "{}")]),
         # What is no call of ours stays as it was written.
         ('```json\n{"a": 1}\n``` and more', ['```json\n{"a": 1}\n``` and more']),
         ('<tool_call>{"name": "h", "arguments": {}}</tool_call>', ['<tool_call>{"name": "h", "arguments": {}}</tool_call>']),
@@ -69,7 +83,7 @@ def test_a_model_that_only_opens_brackets() -> None:
 
 
 def test_text_is_not_held_back_for_nothing() -> None:
-    reader = ToolCallReader(["f"])
+    reader = ToolCallReader([Function(name="f")])
     assert list(reader.feed("Hello <b")) == ["Hello <b"]
     assert list(reader.feed(" <tool")) == [" "]
     assert list(reader.feed("s>")) == ["<tools>"]

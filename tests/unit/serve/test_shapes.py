@@ -13,6 +13,7 @@ from bytes_tokenizer import EOS, tokenizer
 from kvarto.engine.engine import Delta
 from kvarto.engine.request import Finish
 from kvarto.engine.sampling import Choice
+from kvarto.serve.protocol import Function
 from kvarto.serve.shapes import ChatShape, CompletionShape, Names, Shape, usage
 
 
@@ -93,7 +94,7 @@ def test_without_log_probabilities() -> None:
 
 
 def test_calls() -> None:
-    shape = ChatShape(0, NAMES, ["f"])
+    shape = ChatShape(0, NAMES, [Function(name="f")])
     call = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
     shown = parts(shape, Delta(call[:20]), Delta(call[20:]), Delta(call), END)
     assert [part["delta"]["tool_calls"][0]["index"] for part in shown if "tool_calls" in part["delta"]] == [0, 1]

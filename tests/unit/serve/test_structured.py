@@ -16,9 +16,9 @@ import torch
 from bytes_tokenizer import EOS, tokenizer
 
 from kvarto.errors import Unsupported, UsageError
-from kvarto.serve.chat import Call, ToolCallReader
+from kvarto.serve.chat import CLOSE, OPEN, Call, ToolCallReader
 from kvarto.serve.protocol import Function
-from kvarto.serve.structured import GrammarGuide, Structure, grammar
+from kvarto.serve.structured import GrammarGuide, Structure
 
 VOCABULARY = 300  # wider than the tokenizer, as in many models
 PERSON = {
@@ -33,25 +33,29 @@ NODE = {
 }  # fmt: skip
 
 
-def structure() -> Structure:
-    return Structure(tokenizer(), VOCABULARY, {EOS})
+# Of a tokenizer that writes the marks of a call byte by byte, and of one that has a token for each.
+MARKS = [(), (OPEN, CLOSE)]
 
 
-def guide(**options: Any) -> GrammarGuide:
+def structure(*marks: str) -> Structure:
+    return Structure(tokenizer(None, marks), VOCABULARY, {EOS})
+
+
+def guide(marks: tuple[str, ...] = (), **options: Any) -> GrammarGuide:
     chosen: dict[str, Any] = {"answer": None, "tools": [], "required": False, "several": False} | options
-    return structure().guide(grammar(**chosen), "response_format")
+    return structure(*marks).guide("response_format", **chosen)
 
 
-def allows(guide: GrammarGuide, text: str) -> bool:
+def allows(guide: GrammarGuide, text: str, marks: tuple[str, ...] = ()) -> bool:
     """The whole text, and then an end."""
-    for token in [*tokenizer()(text)["input_ids"], EOS]:
+    for token in [*tokenizer(None, marks)(text)["input_ids"], EOS]:
         if guide.apply(torch.zeros(VOCABULARY))[token] == -torch.inf:
             return False
         guide.accept(token)
     return True
 
 
-def babble(guide: GrammarGuide, seed: int, most: int = 400) -> str:
+def babble(guide: GrammarGuide, seed: int, marks: tuple[str, ...] = (), most: int = 400) -> str:
     """What a model that knows nothing writes."""
     tokens: list[int] = []
     generator = random.Random(seed)
@@ -62,7 +66,7 @@ def babble(guide: GrammarGuide, seed: int, most: int = 400) -> str:
             break
         guide.accept(token)
         tokens.append(token)
-    return str(tokenizer().decode(tokens))
+    return str(tokenizer(None, marks).decode(tokens, skip_special_tokens=True))
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -83,32 +87,37 @@ def test_tokens_beyond_the_tokenizer_are_forbidden() -> None:
     assert torch.isinf(guide(answer=PERSON).apply(torch.zeros(VOCABULARY))[EOS + 1 :]).all()
 
 
-def test_references_within_a_tool_s_parameters_hold() -> None:
+@pytest.mark.parametrize("marks", MARKS)
+def test_references_within_a_tool_s_parameters_hold(marks: tuple[str, ...]) -> None:
     tools = [Function(name="f", parameters=PERSON), Function(name="tree", parameters=NODE)]
     text = '<tool_call>\n{"name": "tree", "arguments": {"left": {"left": {}}}}\n</tool_call>'
-    assert allows(guide(tools=tools, required=True), text)
-    assert not allows(guide(tools=tools, required=True), text.replace("left", "right"))
-    assert not allows(guide(tools=tools, required=True), "no call")
-    assert not allows(guide(tools=tools, required=True), f"{text}\n{text}")
-    assert allows(guide(tools=tools, required=True, several=True), f"{text}\n{text}")
+    one = {"marks": marks, "tools": tools, "required": True}
+    assert allows(guide(**one), text, marks)
+    assert not allows(guide(**one), text.replace("left", "right"), marks)
+    assert not allows(guide(**one), "no call", marks)
+    assert not allows(guide(**one), f"{text}\n{text}", marks)
+    assert allows(guide(**one, several=True), f"{text}\n{text}", marks)
 
 
+@pytest.mark.parametrize("marks", MARKS)
 @pytest.mark.parametrize("seed", range(5))
-def test_what_must_be_a_call_reads_as_one(seed: int) -> None:
+def test_what_must_be_a_call_reads_as_one(seed: int, marks: tuple[str, ...]) -> None:
     tool = Function(name="f", parameters=PERSON)
-    reader = ToolCallReader(["f"])
-    events = [*reader.feed(babble(guide(tools=[tool], required=True), seed)), *reader.finish()]
+    reader = ToolCallReader([tool])
+    text = babble(guide(marks=marks, tools=[tool], required=True), seed, marks)
+    events = [*reader.feed(text), *reader.finish()]
     assert [event.name for event in events if isinstance(event, Call)] == ["f"]
     assert len(events) == 1
 
 
-def test_text_or_strict_calls() -> None:
+@pytest.mark.parametrize("marks", MARKS)
+def test_text_or_strict_calls(marks: tuple[str, ...]) -> None:
     tools = [Function(name="f", parameters=PERSON, strict=True)]
     call = '<tool_call>\n{"name": "f", "arguments": {"name": "A", "age": 1}}\n</tool_call>'
-    for text in ("Hello <b>, no call", call, f"Well. {call}"):
-        assert allows(guide(tools=tools), text), text
+    for text in ("", "Hello <b>, no call", call, f"Well. {call}"):
+        assert allows(guide(marks=marks, tools=tools), text, marks), text
     for text in (call.replace("age", "ag"), f"{call} and more", "Well. <tool_call>x"):
-        assert not allows(guide(tools=tools), text), text
+        assert not allows(guide(marks=marks, tools=tools), text, marks), text
 
 
 def test_a_json_answer_or_a_call() -> None:
@@ -130,7 +139,9 @@ def test_a_schema_that_cannot_be_enforced_is_refused(schema: dict[str, Any]) -> 
 
 def test_a_model_without_an_end_cannot_be_guided() -> None:
     with pytest.raises(Unsupported, match="no token that ends a text"):
-        Structure(tokenizer(), VOCABULARY, ()).guide("start: /a/", "response_format")
+        Structure(tokenizer(), VOCABULARY, ()).guide(
+            "response_format", answer=PERSON, tools=[], required=False, several=False
+        )
 
 
 def test_a_guide_that_gives_up_ends_the_text_and_says_so() -> None:
