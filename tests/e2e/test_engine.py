@@ -240,6 +240,28 @@ def test_one_request_with_nan_does_not_end_the_others() -> None:
     )
 
 
+def test_a_guide_that_fails_ends_its_request_and_no_other() -> None:
+    class Broken:
+        def apply(self, logits: torch.Tensor) -> torch.Tensor:
+            raise ZeroDivisionError("no rule")
+
+        def accept(self, token: int) -> None: ...
+
+    engine = core("llama", "int4")
+    good, bad = Request("good", prompt(100), GREEDY), Request("bad", prompt(90), GREEDY, guide=Broken())
+    engine.add(bad)
+    engine.add(good)
+    outputs = []
+    while not engine.idle:
+        outputs += engine.step()
+    assert [(o.request, o.error) for o in outputs if o.error] == [(bad, "ZeroDivisionError: no rule")]
+    assert_same(
+        "int4",
+        [o.choice for o in outputs if o.request is good and o.choice],
+        alone("llama", "int4", tuple(prompt(100))),
+    )
+
+
 def test_a_step_that_fails_ends_its_requests_and_not_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = core("llama", "int4")
     run = engine.forward.run

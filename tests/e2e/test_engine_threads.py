@@ -164,6 +164,8 @@ def test_no_more_wait_than_may() -> None:
             engine.submit(Ask(TOKENS, SHORT), Listener())
         with pytest.raises(Overloaded, match="2 requests wait already, of 2 at most"):
             engine.submit(Ask(TOKENS, SHORT), Listener())
+        with pytest.raises(UsageError, match="n: expected at most 2 requests at once"):
+            engine.submit_many([Ask(TOKENS, SHORT)] * 3, [Listener()] * 3)
 
 
 def test_closing_ends_what_runs_and_draining_does_not() -> None:

@@ -135,7 +135,10 @@ class EngineCore:
         for work in going:
             work.request.holding.commit(work.request.tokens)
         choices = choose(logits[rows], sampled) if sampled else []
-        return outputs + [self._accept(request, choice) for request, choice in zip(sampled, choices, strict=True)]
+        return outputs + [
+            self._fail(request, choice.error) if choice.error else self._accept(request, choice)
+            for request, choice in zip(sampled, choices, strict=True)
+        ]
 
     def _unstick(self) -> list[Output]:
         """Nobody could go on. Once that is so because the last one that ran was preempted; then the first that waits has all memory for itself."""
@@ -148,8 +151,6 @@ class EngineCore:
     def _accept(self, request: Request, choice: Choice) -> Output:
         """The next token of a request."""
         request.tokens.append(choice.token)
-        if request.guide is not None:
-            request.guide.accept(choice.token)
         sampling = request.sampling
         stops = choice.token in sampling.stop_token_ids or (choice.token in self.eos_tokens and not sampling.ignore_eos)
         if stops:

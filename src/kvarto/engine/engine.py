@@ -28,7 +28,7 @@ from kvarto.engine.memory import ENDLESS
 from kvarto.engine.request import Finish, Guide, Request, Sampling
 from kvarto.engine.sampling import Choice
 from kvarto.engine.text import TextStream
-from kvarto.errors import EngineClosed, Overloaded, UnknownName, UsageError
+from kvarto.errors import EngineClosed, KvartoError, Overloaded, UnknownName, UsageError
 from kvarto.formats import parse_policy
 from kvarto.models.load import LoadedModel, load
 
@@ -277,10 +277,13 @@ class Engine:
     # ---- handing over ----------------------------------------------------------------------------------------------
 
     def policy_of(self, kv: str | None) -> int:
-        """The number of an offered format. Raises UnknownName that says what is offered, or what parse_policy raises."""
+        """The number of an offered format. Raises UnknownName that says what is offered."""
         if kv is None:
             return 0
-        name = str(parse_policy(kv))
+        try:
+            name = str(parse_policy(kv))
+        except KvartoError:
+            name = kv
         if name not in self.formats:
             raise UnknownName("kv_format", kv, self.formats)
         return self.formats.index(name)
@@ -302,8 +305,9 @@ class Engine:
         with self._change:
             if self._closing:
                 raise EngineClosed(self.why_closed)
-            waiting = self.waiting
-            if waiting + len(tickets) > self._most_waiting:
+            if len(tickets) > self._most_waiting:
+                raise UsageError("n", f"at most {self._most_waiting} requests at once, as may wait", len(tickets))
+            if (waiting := self.waiting) + len(tickets) > self._most_waiting:
                 raise Overloaded(f"{waiting} requests wait already, of {self._most_waiting} at most; try again later")
             self._handed += len(tickets)
             self._inbox.append(lambda: self._add(tickets[0]))

@@ -18,24 +18,41 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Choice:
-    """The token chosen; its log probability and the likeliest tokens with theirs, of the model's own distribution, if they were asked for."""
+    """The token chosen; its log probability and the likeliest tokens with theirs, of the model's own distribution, if they were asked for.
+
+    error   why none could be chosen
+    """
 
     token: int
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
+    error: str = ""
 
 
 def choose(logits: Tensor, requests: Sequence[Request]) -> list[Choice]:
-    """logits float32 [n, V] of the last token of each request."""
+    """logits float32 [n, V] of the last token of each request. What goes wrong with one is in its Choice."""
     greedy = logits.argmax(-1).tolist()
     choices = []
     for row, request, likeliest in zip(logits, requests, greedy, strict=True):
         sampling, token = request.sampling, likeliest
-        if sampling.temperature > 0 or _penalizes(sampling) or request.guide is not None:
-            allowed = _penalized(row, request)
-            token = _draw(allowed if request.guide is None else request.guide.apply(allowed), request)
+        try:
+            if sampling.temperature > 0 or _penalizes(sampling) or request.guide is not None:
+                token = _next_token(row, request)
+        except Exception as error:  # noqa: BLE001 - a guide is somebody else's, and must not end the other requests
+            choices.append(Choice(likeliest, error=f"{type(error).__name__}: {error}"))
+            continue
         choices.append(_describe(row, token, sampling.logprobs))
     return choices
+
+
+def _next_token(row: Tensor, request: Request) -> int:
+    """By penalties, guide and chance. The guide hears of it."""
+    allowed = _penalized(row, request)
+    if request.guide is None:
+        return _draw(allowed, request)
+    token = _draw(request.guide.apply(allowed), request)
+    request.guide.accept(token)
+    return token
 
 
 def logprobs_of(logits: Tensor, tokens: Sequence[int], top: int) -> list[Choice]:
