@@ -294,6 +294,13 @@ def serve(
         list[str] | None, typer.Option(help="Another format that requests may name; may be given several times.")
     ] = None,
     memory: Annotated[str, typer.Option(help="For keys and values of all formats together.")] = "1GiB",
+    host_memory: Annotated[
+        str | None, typer.Option(help="Host memory for pages that leave that, such as 8GiB. Default: none.")
+    ] = None,
+    disk: Annotated[
+        Path | None, typer.Option(help="A folder for pages that leave memory; they outlive the server. Default: none.")
+    ] = None,
+    disk_memory: Annotated[str, typer.Option(help="Most bytes of that folder.")] = "10GiB",
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is all of this machine's.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
     step_tokens: Annotated[int, typer.Option(min=1, help="Most tokens that a step computes.")] = 512,
@@ -317,6 +324,9 @@ def serve(
             kv=kv,
             also=also or [],
             memory=memory,
+            host_memory=host_memory,
+            disk=disk,
+            disk_memory=disk_memory,
             host=host,
             port=port,
             step_tokens=step_tokens,

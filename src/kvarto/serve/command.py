@@ -7,13 +7,14 @@ import socket
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 
 import torch
 import uvicorn
 from rich.console import Console
 
-from kvarto.engine.engine import Ask, Engine, parse_bytes
+from kvarto.engine.engine import Ask, Engine, open_tiers, parse_bytes
 from kvarto.engine.request import Sampling
 from kvarto.errors import UsageError
 from kvarto.formats import parse_policy
@@ -33,6 +34,9 @@ class ServeOptions:
     kv: str
     also: Sequence[str]
     memory: str
+    host_memory: str | None
+    disk: Path | None
+    disk_memory: str
     host: str
     port: int
     step_tokens: int
@@ -52,6 +56,9 @@ def serve_command(options: ServeOptions) -> None:
     for text in (options.kv, *options.also):  # what is wrong should be said before a model is loaded
         parse_policy(text)
     parse_bytes(options.memory)
+    if options.host_memory is not None:
+        parse_bytes(options.host_memory, "host_memory")
+    parse_bytes(options.disk_memory, "disk_memory")
     console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
     with _bind(options.host, options.port) as listener:
         loaded = load(options.model, device=options.device, progress=console.print)
@@ -60,6 +67,7 @@ def serve_command(options: ServeOptions) -> None:
             kv=options.kv,
             also=options.also,
             memory=options.memory,
+            tiers=open_tiers(options.host_memory, options.disk, options.disk_memory),
             most_waiting=options.max_waiting,
             step_tokens=options.step_tokens,
             most_running=options.max_running,

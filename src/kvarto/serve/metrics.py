@@ -105,3 +105,11 @@ class _EngineCollector(Collector):
         yield CounterMetricFamily("kvarto_preemptions", "Requests sent back to wait", core.scheduler.preemptions)
         yield CounterMetricFamily("kvarto_dropped_pieces", "Pieces the prefix cache dropped", prefixes.dropped)
         yield CounterMetricFamily("kvarto_steps", "Steps of the engine", core.steps)
+        if core.offload is not None:
+            tiers = core.offload.tiers
+            hits = CounterMetricFamily("kvarto_tier_hits", "Blocks that came back", labels=["tier"])
+            for tier, count in tiers.hits.items():
+                hits.add_metric([tier], count)
+            yield hits
+            yield CounterMetricFamily("kvarto_offloaded_bytes", "Bytes that left the pool for a tier", tiers.kept_bytes)
+            yield CounterMetricFamily("kvarto_tier_refused", "Blocks that were not what they should be", tiers.refused)

@@ -19,7 +19,7 @@ import torch
 from bytes_tokenizer import PLAIN, tokenizer
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from kvarto.engine.engine import Engine
+from kvarto.engine.engine import Engine, open_tiers
 from kvarto.models.load import LoadedModel
 from kvarto.serve import app as app_module
 from kvarto.serve.app import make_app
@@ -29,7 +29,7 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 
 
 @pytest.fixture
-def engine() -> Iterator[Engine]:
+def engine(tmp_path: Path) -> Iterator[Engine]:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=300, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
@@ -38,7 +38,10 @@ def engine() -> Iterator[Engine]:
     model = LlamaForCausalLM(config).eval().requires_grad_(False)
     model.generation_config = GenerationConfig(eos_token_id=256)
     loaded = LoadedModel(model, tokenizer(PLAIN), "tiny", "none", Path())
-    with Engine(loaded, kv="fp32", also=["int8"], memory=1 << 20, step_tokens=128, most_running=4) as engine:
+    tiers = open_tiers("1MiB", tmp_path / "pages")
+    with Engine(
+        loaded, kv="fp32", also=["int8"], memory=1 << 20, tiers=tiers, step_tokens=128, most_running=4
+    ) as engine:
         yield engine
 
 
@@ -68,6 +71,21 @@ def test_it_answers(ask: Asker) -> None:
     assert answer.headers["x-kv-format"] == "fp32"
     assert ask("/v1/models/tiny").json()["kvarto"]["kv_format"] == "fp32"
     assert ask("/v1/models/other").status_code == 404
+
+
+def test_tiers_are_counted(ask: Asker, engine: Engine) -> None:
+    def number(name: str) -> float:
+        return float(next(line for line in ask("/metrics").text.splitlines() if line.startswith(name)).split()[-1])
+
+    body = {"prompt": [7] * 200, "max_tokens": 1}
+    assert ask("/v1/completions", body).json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    prefixes = engine.core.memory.prefixes
+    while prefixes.idle_bytes:  # as if others had wanted the memory
+        prefixes._drop_oldest(next(kind for kind, idle in enumerate(prefixes._idle) if idle))
+    assert number("kvarto_offloaded_bytes_total") > 0
+    assert ask("/v1/completions", body).json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 192
+    assert number('kvarto_tier_hits_total{tier="host"}') == 3
+    assert number("kvarto_tier_refused_total") == 0
 
 
 def test_field_and_header_must_agree(ask: Asker) -> None:

@@ -32,6 +32,8 @@ def taken() -> Iterator[int]:
         (["--kv", "in4"], r"codec: expected one of .*, got 'in4'; did you mean int4.*"),
         (["--also", "int4+sink7"], r"sink tokens: .*"),
         (["--memory", "much"], r"memory: expected a size such as 8GiB.*, got 'much'"),
+        (["--host-memory", "much"], r"host_memory: expected a size such as 8GiB.*, got 'much'"),
+        (["--disk-memory", "much"], r"disk_memory: expected a size such as 8GiB.*, got 'much'"),
         (
             ["--host", "no.such.host.invalid", "--port", "0"],
             r"host: expected an address of this machine, got no\.such.*",
