@@ -13,7 +13,7 @@ GPU_ENV := PYTHONPATH=$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}
 GPU_SANITIZE := ragged_lengths and (int4 or int3 or kivi2 or int8 or fp8) or several or prefill or rules or other_geometries
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-models check format bench gpu gpu-sanitize golden clean browser
+.PHONY: help run test test-slow test-models check format bench gpu gpu-sanitize golden clean browser
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,8 +30,12 @@ $(READY): pyproject.toml constraints.txt
 run: $(READY)  ## study the embedded model: which KV format is safe, how small, how fast (about 6 minutes)
 	$(BIN)/kvarto study --quick --out reports/quick
 
-test: $(READY) browser  ## the whole test suite, except the larger models
-	$(PYTEST) -m "not models"
+test: $(READY) browser  ## the test suite, except what is slow or needs the larger models
+	$(PYTEST) -m "not models and not slow"
+
+test-slow: $(READY)  ## more random traffic, longer state machines (half an hour)
+	$(PYTEST) --timeout=3000 -m slow tests
+	KVARTO_MACHINE_EXAMPLES=3000 KVARTO_MACHINE_STEPS=100 $(PYTEST) --timeout=3000 tests/properties
 
 test-models: $(READY)  ## tests on the larger real models, which are fetched (0.5 GB)
 	$(BIN)/kvarto models fetch qwen2.5-coder-0.5b-instruct

@@ -89,7 +89,7 @@ def test_the_engine_agrees_with_generate(family: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("text", FORMATS)
-@pytest.mark.parametrize("family", ["qwen2", "gemma3_text"])
+@pytest.mark.parametrize("family", [pytest.param("qwen2", marks=pytest.mark.slow), "gemma3_text"])
 def test_in_a_crowd_in_chunks_and_on_a_prefix_hit(family: str, text: str) -> None:
     engine = core(family, text)
     prompts = [prompt(length) for length in (1, 63, 64, 65, 130, 300)]
@@ -103,7 +103,7 @@ def test_in_a_crowd_in_chunks_and_on_a_prefix_hit(family: str, text: str) -> Non
         assert request.cached_tokens == (len(tokens) - 1) // 64 * 64
 
 
-@pytest.mark.parametrize("found_again", [True, False])
+@pytest.mark.parametrize("found_again", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("text", FORMATS)
 def test_after_preemption(text: str, found_again: bool) -> None:
     """At any place of a page, while the prompt is computed and afterwards; with pages that are still there, and with none."""
@@ -168,7 +168,7 @@ def test_tenants_do_not_share_prefixes() -> None:
     assert [request.cached_tokens for request in requests] == [0, 0, 192]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 20))])
 def test_random_traffic_finds_no_corruption(seed: int) -> None:
     """Arrivals with shared prefixes, aborts, priorities and two formats in memory that is much too small."""
     rng, texts, family = random.Random(seed), ["int4", "int8"], ["qwen2", "gemma3_text"][seed % 2]

@@ -38,7 +38,7 @@ def on_disk(
 
 
 @pytest.mark.parametrize("text", FORMATS)
-@pytest.mark.parametrize("family", ["qwen2", "gemma3_text"])
+@pytest.mark.parametrize("family", [pytest.param("qwen2", marks=pytest.mark.slow), "gemma3_text"])
 def test_what_was_dropped_comes_back_from_host_memory_and_after_a_restart(
     family: str, text: str, tmp_path: Path
 ) -> None:
@@ -113,7 +113,7 @@ def test_two_files_that_were_swapped_are_found_out(tmp_path: Path) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 10))])
 def test_random_traffic_with_little_memory_and_tiers_that_forget(seed: int, tmp_path: Path) -> None:
     rng = random.Random(seed)
     tiers = Tiers(HostTier(1 << 18), DiskTier(tmp_path, 1 << 20))

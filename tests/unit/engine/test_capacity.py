@@ -46,7 +46,7 @@ def fill(made: Memory, policy: int, sequences: int) -> int:
             holding.commit(tokens)
 
 
-@pytest.mark.parametrize("sequences", [1, 7])
+@pytest.mark.parametrize("sequences", [1, pytest.param(7, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("text", ["bf16", "int4"])
 @pytest.mark.parametrize("model", MODELS)
 def test_as_many_tokens_fit_as_predicted(model: str, text: str, sequences: int) -> None:
