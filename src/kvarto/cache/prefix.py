@@ -82,7 +82,7 @@ class PrefixCache:
         move: Callable[[int, list[tuple[int, int]]], None] = _cannot_move,
         freed: Callable[[int, list[int]], None] = _nothing,
     ) -> None:
-        self.arena, self.moves, self.dropped = arena, 0, 0
+        self.arena, self.moves, self.dropped, self.released = arena, 0, 0, 0
         self._move, self._freed = move, freed
         self._roots: dict[Hashable, Node] = {}
         self._pieces: dict[int, Piece] = {}
@@ -128,13 +128,10 @@ class PrefixCache:
             return None
         return self.keep(piece, node)
 
-    def save_all(self) -> None:
-        """Let what is below have all that nobody holds, the least recently used first."""
-        if self.below is not None:
-            for piece in sorted(
-                (piece for idle in self._idle for piece in idle.values()), key=lambda piece: piece.since
-            ):
-                self.below.save(piece)
+    @property
+    def idle(self) -> list[Piece]:
+        """All that nobody holds, the least recently used first."""
+        return sorted((piece for idle in self._idle for piece in idle.values()), key=lambda piece: piece.since)
 
     def enter(self, parent: Node, tokens: tuple[int, ...]) -> Node:
         """One more sequence goes through the page of `tokens` behind `parent`."""
@@ -181,6 +178,7 @@ class PrefixCache:
         """One holder fewer; without any a piece of no node is gone, and one of a node may go."""
         piece.holders -= 1
         if piece.holders == 0:
+            self.released += 1
             self._held_in[self.arena.extent_of(piece.block)] -= 1
             if piece.node is None:
                 self._free(piece)

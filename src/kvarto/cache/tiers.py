@@ -14,6 +14,8 @@ import re
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -87,6 +89,7 @@ class DiskTier:
         self._pending: dict[Key, bytes] = {}
         self._pending_bytes = 0
         self._paused_until = 0.0
+        self._closed = False
         self._queue: queue.SimpleQueue[Key | None] = queue.SimpleQueue()
         self._scan()
         self._writer = threading.Thread(target=self._write_all, name="kvarto disk tier", daemon=True)
@@ -116,11 +119,11 @@ class DiskTier:
     def put(self, key: Key, data: bytes, *, wait: bool = False) -> None:
         """Keep them, unless writing failed a moment ago, or too many wait to be written and one should not wait for that."""
         with self._lock:
-            if key in self._files or key in self._pending or len(data) > self.budget_bytes:
+            if self._closed or key in self._files or key in self._pending or len(data) > self.budget_bytes:
                 return
             if wait:
-                self._written.wait_for(lambda: self._has_room_for(data) or self._is_paused)
-            if self._is_paused or not self._has_room_for(data):
+                self._written.wait_for(lambda: self._has_room_for(data) or self._is_paused or self._closed)
+            if self._closed or self._is_paused or not self._has_room_for(data):
                 return
             self._pending[key] = data
             self._pending_bytes += len(data)
@@ -139,7 +142,10 @@ class DiskTier:
             self._drop(key)
 
     def close(self) -> None:
-        """Write what waits, and let others have the folder."""
+        """Write what waits, and let others have the folder; nothing is kept any more. Once more does no harm."""
+        with self._lock:
+            self._closed = True
+            self._written.notify_all()
         self._queue.put(None)
         self._writer.join()
         self._lock_file.close()
@@ -250,12 +256,22 @@ class Tiers:
             if tier is not None:
                 tier.forget(key)
 
-    def close(self) -> None:
-        """Host memory goes to the files, if there are any."""
-        if self.disk is not None:
-            for key, data in self.host.take_all() if self.host is not None else []:
-                self.disk.put(key, data, wait=True)
-            self.disk.close()
+    def close(self, last: Sequence[tuple[Key, int, Callable[[], bytes]]] = ()) -> None:
+        """Files keep what was used last, as much as they have room for: `last` (keys, bytes, what gives them) in its order, behind host memory."""
+        if self.disk is None:
+            return
+        held = (
+            [] if self.host is None else [(key, len(data), partial(bytes, data)) for key, data in self.host.take_all()]
+        )
+        room, kept = self.disk.budget_bytes, []
+        for key, nbytes, give in reversed([*held, *last]):
+            room -= nbytes
+            if room < 0:
+                break
+            kept.append((key, give))
+        for key, give in reversed(kept):  # so that files are dropped in the order in which they were used
+            self.disk.put(key, give(), wait=True)
+        self.disk.close()
 
 
 def _lock(folder: Path) -> IO[bytes]:

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from kvarto.cache.tiers import Tiers
 from kvarto.engine.forward import Forward
 from kvarto.engine.memory import Compute, Memory
@@ -24,6 +26,7 @@ from kvarto.formats import Policy
 
 _log = logging.getLogger(__name__)
 _MOST_EMPTY_STEPS = 3
+_NOT_FINITE = "keys or values were not finite; check the model's weights"
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,12 @@ class EngineCore:
         )  # fmt: skip
         self.offload = None if options.tiers is None else Offload(self.memory, options.tiers, options.identity)
         self.memory.prefixes.below = self.offload
-        self.scheduler = Scheduler(self.memory.begin, step_tokens=step_tokens, most_running=options.most_running)
+        self.scheduler = Scheduler(
+            self.memory.begin,
+            lambda: self.memory.prefixes.released,
+            step_tokens=step_tokens,
+            most_running=options.most_running,
+        )
         self.context_tokens = int(getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", 2**31))
         self.eos_tokens = _eos_tokens(model)
         self.steps = self._empty_steps = 0
@@ -125,15 +133,16 @@ class EngineCore:
             broken = step.broken()
         except (RuntimeError, KvartoError) as error:
             _log.exception("a step of %d requests failed", len(works))
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)  # a device that is lost fails again here, and ends the engine
             return [self._fail(work.request, f"{type(error).__name__}: {error}") for work in works]
-        outputs = [
-            self._fail(work.request, "keys or values were not finite; check the model's weights") for work in broken
-        ]
-        going = [work for work in step.works if work not in broken]
+        # Before anything lets go of its holding, which says whether a work samples.
         rows = [row for row, work in enumerate(w for w in step.works if w.samples) if work not in broken]
-        sampled = [work.request for work in going if work.samples]
-        for work in going:
-            work.request.holding.commit(work.request.tokens)
+        sampled = [work.request for work in step.works if work.samples and work not in broken]
+        for work in step.works:
+            if work not in broken:
+                work.request.holding.commit(work.request.tokens)
+        outputs = [self._fail(work.request, _NOT_FINITE) for work in broken]
         choices = choose(logits[rows], sampled) if sampled else []
         return outputs + [
             self._fail(request, choice.error) if choice.error else self._accept(request, choice)

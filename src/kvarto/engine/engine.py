@@ -16,7 +16,7 @@ import queue
 import re
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Hashable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -74,7 +74,7 @@ class Ask:
     prompt: str | Sequence[int]
     sampling: Sampling = field(default_factory=Sampling)
     kv: str | None = None
-    identity: Hashable = None
+    identity: str | None = None
     priority: int = 0
     guide: Guide | None = None
 
@@ -151,14 +151,19 @@ class Engine:
         if twice := [name for i, name in enumerate(self.formats) if name in self.formats[:i]]:
             raise UsageError("also", "formats that differ from kv and from each other", twice[0])
         self.loaded = load(model) if isinstance(model, str) else model
-        chosen = Options(parse_bytes(memory), tiers=tiers, identity=self.loaded.identity, **options)
-        self.core = EngineCore(self.loaded.model, policies, chosen)
+        try:
+            chosen = Options(parse_bytes(memory), tiers=tiers, identity=self.loaded.identity, **options)
+            self.core = EngineCore(self.loaded.model, policies, chosen)
+        except BaseException:
+            if tiers is not None:
+                tiers.close()
+            raise
         self._most_waiting = most_waiting
         self._names, self._inbox = itertools.count(1), deque[Callable[[], None]]()
         self._tickets: dict[Request, Ticket] = {}
         self._handed = 0
         self._change = threading.Condition()
-        self._closing, self._failure = False, ""
+        self._closing, self._closed, self._failure = False, False, ""
         self._thread = threading.Thread(target=self._run, name="kvarto engine", daemon=True)
         self._thread.start()
 
@@ -226,14 +231,15 @@ class Engine:
     def generate(
         self, prompts: Sequence[str | Sequence[int] | Ask], sampling: Sampling | None = None, *, kv: str | None = None
     ) -> list[Completion]:
-        """Complete all prompts, together, and return when the last one is done. `sampling` and `kv` are for those that are no Ask."""
+        """Complete all prompts, however many, and return when the last one is done. `sampling` and `kv` are for those that are no Ask."""
         asks = [prompt if isinstance(prompt, Ask) else Ask(prompt, sampling or Sampling(), kv=kv) for prompt in prompts]
         arrived: queue.SimpleQueue[tuple[int, Delta]] = queue.SimpleQueue()
         tickets: list[Ticket] = []
         deltas: list[list[Delta]] = [[] for _ in asks]
         try:
             for i, ask in enumerate(asks):
-                tickets.append(self.submit(ask, partial(_put, arrived, i)))
+                tickets.append(self._ticket(ask, partial(_put, arrived, i)))
+                self._hand_over(tickets[-1:], limited=False)
             left = len(asks)
             while left:
                 i, delta = arrived.get()
@@ -271,7 +277,10 @@ class Engine:
             self._thread.join(timeout_seconds)
         self._tell(self._abort_all)
         self._thread.join(timeout_seconds)
-        if not self._thread.is_alive():
+        with self._change:
+            is_over = not self._thread.is_alive()
+            is_first, self._closed = is_over and not self._closed, self._closed or is_over
+        if is_first:
             self.core.close()
 
     # ---- handing over ----------------------------------------------------------------------------------------------
@@ -301,13 +310,13 @@ class Engine:
             raise UsageError("stop", "no stop strings, since this engine has no tokenizer", sampling.stop)
         return Ticket(request, deliver, text, self.formats[policy])
 
-    def _hand_over(self, tickets: Sequence[Ticket]) -> None:
+    def _hand_over(self, tickets: Sequence[Ticket], *, limited: bool = True) -> None:
         with self._change:
             if self._closing:
                 raise EngineClosed(self.why_closed)
-            if len(tickets) > self._most_waiting:
+            if limited and len(tickets) > self._most_waiting:
                 raise UsageError("n", f"at most {self._most_waiting} requests at once, as may wait", len(tickets))
-            if (waiting := self.waiting) + len(tickets) > self._most_waiting:
+            if limited and (waiting := self.waiting) + len(tickets) > self._most_waiting:
                 raise Overloaded(f"{waiting} requests wait already, of {self._most_waiting} at most; try again later")
             self._handed += len(tickets)
             self._inbox.append(lambda: self._add(tickets[0]))
@@ -398,8 +407,8 @@ class Engine:
     def _say(ticket: Ticket, delta: Delta) -> None:
         try:
             ticket.deliver(delta)
-        except RuntimeError:  # an event loop that is gone
-            _log.debug("nobody listens to %s any more", ticket.request.id)
+        except Exception as error:  # noqa: BLE001 - a listener is somebody else's: a loop that is gone, a queue that is full
+            _log.warning("%s cannot be told: %s: %s", ticket.request.id, type(error).__name__, error)
 
 
 def _put(arrived: queue.SimpleQueue[tuple[int, Delta]], i: int, delta: Delta) -> None:

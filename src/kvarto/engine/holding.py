@@ -46,11 +46,14 @@ class Group:
         """The most blocks of each kind that sequences hold until each has so many tokens; a step adds `step_tokens` at most, to all together."""
         rule = self.rule
         pages, brought = -(-tokens // rule.page_tokens), -(-step_tokens // rule.page_tokens) + 1
-        raw, sealed = min(pages, rule.sink_pages + rule.window_pages + 1), max(0, pages - rule.sink_pages)
+        sealed = max(0, pages - rule.sink_pages)
+        # The old window is held until the step is over that brings a new one.
+        raw = sequences * min(pages, rule.sink_pages + rule.window_pages + 1)
+        raw = min(raw + min(sequences * rule.window_pages, brought), sequences * pages)
         if rule.sliding_tokens is not None:
             kept = min(sealed, -(-rule.sliding_tokens // rule.page_tokens) + 1)
-            return {self.raw: sequences * raw, self.sealed: min(sequences * sealed, sequences * kept + brought)}
-        return {self.raw: sequences * raw, self.sealed: sequences * sealed}
+            return {self.raw: raw, self.sealed: min(sequences * sealed, sequences * kept + brought)}
+        return {self.raw: raw, self.sealed: sequences * sealed}
 
 
 @dataclass(frozen=True)

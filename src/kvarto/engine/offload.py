@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -63,8 +64,7 @@ class Offload:
         assert piece.node is not None, "a piece that nobody may know has no key"
         key = self._key(piece.node, piece.kind)
         if key not in self.tiers:
-            data = self._memory.read(piece.kind, piece.block).cpu().numpy().tobytes()
-            self.tiers.put(key, self._pack(key, self._form(piece.node, piece.kind), data))
+            self.tiers.put(key, self._packed(piece, key))
 
     def load(self, node: Node, kind: int, block: int) -> bool:
         """From the nearest tier; what is not sound is forgotten there."""
@@ -82,10 +82,16 @@ class Offload:
         return True
 
     def close(self) -> None:
-        """Keep what nobody holds, for the next engine."""
-        if self.tiers.disk is not None:
-            self._memory.prefixes.save_all()
-        self.tiers.close()
+        """Files keep what was used last, for the next engine."""
+        last = []
+        for piece in self._memory.prefixes.idle:
+            assert piece.node is not None, "an idle piece has a node"
+            key = self._key(piece.node, piece.kind)
+            nbytes = len(key[0]) + sum(
+                HEADER_BYTES + record.nbytes for record in self._form(piece.node, piece.kind).records
+            )
+            last.append((key, nbytes, partial(self._packed, piece, key)))
+        self.tiers.close(last)
 
     # ---- keys ------------------------------------------------------------------------------------------------------
 
@@ -114,6 +120,11 @@ class Offload:
         return self._forms[_identity(node)[0]][kind]
 
     # ---- bytes -----------------------------------------------------------------------------------------------------
+
+    def _packed(self, piece: Piece, key: Key) -> bytes:
+        assert piece.node is not None, "a piece that nobody may know has no form"
+        data = self._memory.read(piece.kind, piece.block).cpu().numpy().tobytes()
+        return self._pack(key, self._form(piece.node, piece.kind), data)
 
     @staticmethod
     def _pack(key: Key, form: _Form, data: bytes) -> bytes:

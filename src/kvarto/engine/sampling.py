@@ -89,7 +89,9 @@ def _draw(row: Tensor, request: Request) -> int:
     sampling = request.sampling
     if sampling.temperature == 0:
         return int(row.argmax())
-    probabilities, tokens = torch.softmax(row.double() / sampling.temperature, -1).sort(descending=True, stable=True)
+    probabilities, tokens = torch.softmax((row - row.max()).double() / sampling.temperature, -1).sort(
+        descending=True, stable=True
+    )
     kept = len(probabilities) if sampling.top_k == 0 else min(sampling.top_k, len(probabilities))
     # The smallest set whose probability reaches top_p: those before which less than that has come.
     before = probabilities.cumsum(-1) - probabilities

@@ -29,10 +29,17 @@ class Work:
 
 
 class Scheduler:
-    """`begin` opens the books of a request that is let in; `step_tokens` at most are computed in a step, of `most_running` requests."""
+    """`step_tokens` at most are computed in a step, of `most_running` requests.
 
-    def __init__(self, begin: Callable[[Request], Holding], *, step_tokens: int, most_running: int) -> None:
-        self._begin, self._step_tokens, self._most_running = begin, step_tokens, most_running
+    begin      opens the books of a request that is let in
+    released   counts what was let go of, ever: who found no room does not look again before it has grown
+    """
+
+    def __init__(
+        self, begin: Callable[[Request], Holding], released: Callable[[], int], *, step_tokens: int, most_running: int
+    ) -> None:
+        self._begin, self._released, self._step_tokens, self._most_running = begin, released, step_tokens, most_running
+        self._refused: tuple[Request, int] | None = None
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.preemptions = 0
@@ -81,6 +88,8 @@ class Scheduler:
     def _let_in(self, works: dict[Request, Work]) -> None:
         while self.waiting and len(self.running) < self._most_running and (left := self._left(works)):
             request = self.waiting[0]
+            if self._refused == (request, self._released()):
+                return
             request.holding = self._begin(request)
             found = _find(request)
             count = min(request.missing, left)
@@ -88,6 +97,7 @@ class Scheduler:
                 request.holding.release()
                 request.holding = None
                 request.cached_tokens -= found
+                self._refused = (request, self._released())
                 return
             self.running.append(self.waiting.pop(0))
             works[request] = Work(request, count)

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 _INCOMPLETE = "\ufffd"
+# A character has at most so many tokens, one for each byte; what still has no text then has none, or is no character.
+_MOST_WAITING = 8
 
 
 class TextStream:
@@ -25,7 +27,9 @@ class TextStream:
             return ""
         self._tokens.append(token)
         known, text = self._decode(self._tokens[self._begin : self._read]), self._decode(self._tokens[self._begin :])
-        if len(text) <= len(known) or text.endswith(_INCOMPLETE):
+        waiting = len(self._tokens) - self._read
+        is_unsure = len(text) <= len(known) or text.endswith(_INCOMPLETE)
+        if is_unsure and (waiting < _MOST_WAITING or not text.startswith(known)):
             return ""
         self._begin, self._read = self._read, len(self._tokens)
         return self._without_stop(text[len(known) :])

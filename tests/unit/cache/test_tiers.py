@@ -179,11 +179,12 @@ _WRITER = """
 import sys
 from pathlib import Path
 from kvarto.cache.tiers import DiskTier
-disk = DiskTier(Path(sys.argv[1]), 1 << 30)
+disk, told = DiskTier(Path(sys.argv[1]), 1 << 30), False
 for number in range(100_000):
     disk.put((number.to_bytes(32, "big"), "g0sealed"), bytes([number % 251]) * 300_000, wait=True)
-    if number == 20:
+    if number >= 20 and len(disk._files) > 5 and not told:
         print("going", flush=True)
+        told = True
 """
 
 
@@ -203,3 +204,18 @@ def test_after_kill_9_every_file_is_whole(tmp_path: Path) -> None:
             assert disk.get(key(number)) == bytes([number % 251]) * 300_000
         assert not list(tmp_path.glob("??/*.part"))
         disk.close()
+
+
+def test_closing_keeps_what_was_used_last_and_may_be_done_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiers, "_MOST_PENDING_BYTES", 25)
+    both = Tiers(HostTier(100), DiskTier(tmp_path, 55))
+    for number in range(4):
+        both.put(key(number), bytes([number]) * 10)
+    both.close([(key(number), 10, lambda number=number: bytes([number]) * 10) for number in range(4, 7)])  # type: ignore[misc]
+    both.put(key(8), b"late" * 40)
+    both.close([(key(9), 10, lambda: bytes(10))])
+    later = DiskTier(tmp_path, 55)
+    assert [number for number in range(10) if key(number) in later] == [2, 3, 4, 5, 6]
+    later.close()

@@ -22,7 +22,9 @@ class Engine:
 
     def __init__(self, blocks: int = 64, step_tokens: int = 16, most_running: int = 4) -> None:
         self.cache = PrefixCache(Arena(blocks * UNIT_BYTES, [UNIT_BYTES, UNIT_BYTES]))
-        self.scheduler = Scheduler(self.begin, step_tokens=step_tokens, most_running=most_running)
+        self.scheduler = Scheduler(
+            self.begin, lambda: self.cache.released, step_tokens=step_tokens, most_running=most_running
+        )
         self.done: list[str] = []
 
     def begin(self, request: Request) -> Holding:
