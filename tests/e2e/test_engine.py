@@ -20,6 +20,7 @@ import kvarto
 from kvarto.engine.core import EngineCore, Options, Output
 from kvarto.engine.request import Finish, Request, Sampling
 from kvarto.engine.sampling import Choice
+from kvarto.engine.step import Step
 from kvarto.errors import Unsupported, UsageError
 from kvarto.formats import parse_policy
 
@@ -238,6 +239,37 @@ def test_one_request_with_nan_does_not_end_the_others() -> None:
     assert_same(
         "int4", [o.choice for o in outputs if o.request is good and o.choice], alone("llama", "int4", tuple(healthy))
     )
+
+
+def test_nan_in_a_decode_step_leaves_the_others_their_own_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = core("llama", "int4")
+    requests = [Request(str(i), prompt(60 + i, seed=i), GREEDY) for i in range(3)]
+    for request in requests:
+        engine.add(request)
+    got: dict[Request, list[Choice]] = {request: [] for request in requests}
+    outputs = [engine.step() for _ in range(3)]
+    broken = Step.broken
+    monkeypatch.setattr(Step, "broken", lambda step: [work for work in step.works if work.request is requests[0]])
+    outputs.append(engine.step())
+    monkeypatch.setattr(Step, "broken", broken)
+    while not engine.idle:
+        outputs.append(engine.step())
+        engine.check()
+    for output in [output for step in outputs for output in step if output.choice is not None]:
+        got[output.request].append(output.choice)
+    assert requests[0].finish is Finish.ERROR
+    for request in requests[1:]:
+        tokens = tuple(request.tokens[: request.prompt_tokens])
+        assert_same("int4", got[request], alone("llama", "int4", tokens))
+
+
+def test_what_is_said_to_fit_runs_to_its_end_with_a_window_too() -> None:
+    for text in ("int4+sink64+window128", "int4", "int8"):
+        engine = core("gemma3_text", text, memory=SMALL, step_tokens=256)
+        most = min(engine.memory.capacity_tokens(0), 1000)
+        request = Request("whole", prompt(most - 3), Sampling(max_tokens=3, temperature=0, ignore_eos=True))
+        drive(engine, [request])
+        assert len(request.tokens) == most
 
 
 def test_a_guide_that_fails_ends_its_request_and_no_other() -> None:

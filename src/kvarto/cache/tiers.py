@@ -260,10 +260,10 @@ class Tiers:
         """Files keep what was used last, as much as they have room for: `last` (keys, bytes, what gives them) in its order, behind host memory."""
         if self.disk is None:
             return
-        held = (
-            [] if self.host is None else [(key, len(data), partial(bytes, data)) for key, data in self.host.take_all()]
-        )
-        room, kept = self.disk.budget_bytes, []
+        held: list[tuple[Key, int, Callable[[], bytes]]] = []
+        if self.host is not None:
+            held = [(key, len(data), partial(bytes, data)) for key, data in self.host.take_all()]
+        room, kept = self.disk.budget_bytes, list[tuple[Key, Callable[[], bytes]]]()
         for key, nbytes, give in reversed([*held, *last]):
             room -= nbytes
             if room < 0:

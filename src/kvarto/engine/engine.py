@@ -158,7 +158,7 @@ class Engine:
             if tiers is not None:
                 tiers.close()
             raise
-        self._most_waiting = most_waiting
+        self.most_waiting = most_waiting
         self._names, self._inbox = itertools.count(1), deque[Callable[[], None]]()
         self._tickets: dict[Request, Ticket] = {}
         self._handed = 0
@@ -314,10 +314,10 @@ class Engine:
         with self._change:
             if self._closing:
                 raise EngineClosed(self.why_closed)
-            if limited and len(tickets) > self._most_waiting:
-                raise UsageError("n", f"at most {self._most_waiting} requests at once, as may wait", len(tickets))
-            if limited and (waiting := self.waiting) + len(tickets) > self._most_waiting:
-                raise Overloaded(f"{waiting} requests wait already, of {self._most_waiting} at most; try again later")
+            if limited and len(tickets) > self.most_waiting:
+                raise UsageError("n", f"at most {self.most_waiting} requests at once, as may wait", len(tickets))
+            if limited and (waiting := self.waiting) + len(tickets) > self.most_waiting:
+                raise Overloaded(f"{waiting} requests wait already, of {self.most_waiting} at most; try again later")
             self._handed += len(tickets)
             self._inbox.append(lambda: self._add(tickets[0]))
             self._change.notify()

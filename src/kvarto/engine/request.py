@@ -21,7 +21,7 @@ class Sampling:
     temperature   0 takes the likeliest token
     top_k         only the so many likeliest; 0: all
     min_p         only those at least so likely, relative to the likeliest
-    seed          equal seeds give equal tokens, whatever else is in the batch; None: another one for each request
+    seed          equal seeds give equal tokens, whatever else is in the batch, up to float rounding; None: another one for each request
     logprobs      report the log probability of each token, and of the so many likeliest; None: nothing
     stop          the text ends before any of these
 

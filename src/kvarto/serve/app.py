@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
@@ -77,7 +77,9 @@ def make_app(engine: Engine) -> Starlette:
         Route("/health", health),
         Route("/metrics", metrics),
     ]
-    handlers = {KvartoError: _on_error, HTTPException: _on_http_error, Exception: _on_fault}
+    handlers = {
+        KvartoError: _on_error, HTTPException: _on_http_error, ClientDisconnect: _on_gone, Exception: _on_fault,
+    }  # fmt: skip
     return Starlette(routes=routes, exception_handlers=handlers)
 
 
@@ -224,6 +226,11 @@ async def _on_http_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     body = {"error": {"message": error.detail, "type": "invalid_request_error", "param": None, "code": None}}
     return JSONResponse(body, error.status_code, error.headers)
+
+
+async def _on_gone(_: Request, __: Exception) -> Response:
+    """The client left before all of its body was here."""
+    return Response(status_code=_CLIENT_GONE)
 
 
 async def _on_fault(_: Request, error: Exception) -> Response:

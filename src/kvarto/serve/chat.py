@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jinja2 import TemplateError
-from jsonschema import Draft202012Validator
+from jsonschema import Draft202012Validator, validators
 from pydantic_core import from_json
 
 from kvarto.errors import Unsupported, UsageError
@@ -24,6 +24,8 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _WRAPPINGS = {OPEN: CLOSE, "```json": "```"}
 _BARE = '{"name":'
 _SPACED_CHARACTERS = 64  # with white space in it it may be so long
+# Longer ones are text: each of their closing marks may be the last one, and trying them takes time.
+_MOST_CALL_CHARACTERS = 1 << 16
 _OPENING = re.compile("|".join(map(re.escape, _WRAPPINGS)))
 _PROBE = "kvarto_probe"
 
@@ -131,12 +133,14 @@ class ToolCallReader:
     def __init__(self, functions: Sequence[Function]) -> None:
         self._validators = {each.name: _validator(each) for each in functions}
         self._held, self._at_start, self._after_call = "", True, False
+        self._tried = 0  # closing marks that begin before this place of `_held` are none
 
     def feed(self, text: str) -> Iterator[str | Call]:
         """What is sure after some more text."""
         self._held += text
         if self._at_start:
-            if _BARE.startswith("".join(self._held[:_SPACED_CHARACTERS].split())[: len(_BARE)]):
+            first = "".join(self._held[:_SPACED_CHARACTERS].split())[: len(_BARE)]
+            if _BARE.startswith(first) and (first or len(self._held) < _SPACED_CHARACTERS):
                 return
             self._at_start = False
         while self._held:
@@ -151,7 +155,7 @@ class ToolCallReader:
             if not calls:
                 yield from self._let_go(end)
                 continue
-            self._held, self._after_call = self._held[end:], True
+            self._held, self._after_call, self._tried = self._held[end:], True, 0
             yield from calls
 
     def finish(self) -> Iterator[str | Call]:
@@ -174,6 +178,8 @@ class ToolCallReader:
 
     def _let_go(self, end: int) -> Iterator[str]:
         text, self._held = self._held[:end], self._held[end:]
+        if end:
+            self._tried = 0
         if self._after_call:  # white space behind a call is nobody's text
             text = text.lstrip()
         if text:
@@ -186,13 +192,14 @@ class ToolCallReader:
         A closing mark may stand inside of an argument, so the first one behind whole JSON is it.
         """
         closing, begin = _WRAPPINGS[opening], len(opening)
-        at = self._held.find(closing, begin)
+        at = self._held.find(closing, max(begin, self._tried))
         while at >= 0:
             end = at + len(closing)
-            if (calls := self._parse(self._held[begin:at])) is not None:
+            if at - begin <= _MOST_CALL_CHARACTERS and (calls := self._parse(self._held[begin:at])) is not None:
                 return calls, end
+            self._tried = end
             at = self._held.find(closing, end)
-        return None, 0
+        return ([], begin) if len(self._held) > _MOST_CALL_CHARACTERS else (None, 0)
 
     def _parse(self, text: str) -> list[Call] | None:
         """Calls in JSON: empty if it says something else, None if it is no JSON."""
@@ -214,9 +221,19 @@ class ToolCallReader:
         return Call(name, json.dumps(arguments, ensure_ascii=False))
 
 
-def _validator(function: Function) -> Draft202012Validator:
+def _nothing(*_: Any) -> None:
+    """No error."""
+
+
+# A client's patterns could run for ever, and know more than Python's do; the grammar that strict calls are written by keeps them already.
+_Validator: Any = validators.extend(  # type: ignore[no-untyped-call]
+    Draft202012Validator, {"pattern": _nothing, "patternProperties": _nothing}
+)
+
+
+def _validator(function: Function) -> Any:
     """Of arguments; any will do unless the function is strict."""
-    return Draft202012Validator(function.parameters if function.strict else True)
+    return _Validator(function.parameters if function.strict else True)
 
 
 def _may_begin_a_wrapping(text: str) -> int:

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from kvarto.engine.engine import Ask, Engine, open_tiers, parse_bytes
 from kvarto.engine.request import Sampling
-from kvarto.errors import UsageError
+from kvarto.errors import Unsupported, UsageError
 from kvarto.formats import parse_policy
 from kvarto.layout import PAGE_TOKENS
 from kvarto.models.load import load
@@ -102,9 +102,11 @@ def describe(engine: Engine) -> list[str]:
 
 
 def warm_up(engine: Engine) -> None:
-    """Let kernels be compiled before the first client waits for them: each format fills a page and reads it."""
+    """Let kernels be compiled before the first client waits for them: each format fills a page and reads it. Raises Unsupported if one cannot."""
     tokens = [0] * (PAGE_TOKENS + 1)
-    engine.generate([Ask(tokens, Sampling(max_tokens=2), kv, identity=_log.name) for kv in engine.formats])
+    for done in engine.generate([Ask(tokens, Sampling(max_tokens=2), kv, identity=_log.name) for kv in engine.formats]):
+        if done.error:
+            raise Unsupported(f"format {done.kv} does not run on this machine: {done.error}; serve another one")
 
 
 class DrainingServer(uvicorn.Server):

@@ -252,7 +252,7 @@ class Generation(Model):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     stop: Annotated[Texts, Field(max_length=4)] = []
-    stop_token_ids: list[int] = []
+    stop_token_ids: Annotated[list[int], Field(max_length=64)] = []
     ignore_eos: bool = False
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()

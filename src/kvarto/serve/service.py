@@ -58,6 +58,7 @@ class Service:
         """POST /v1/completions. Raises UsageError or Unsupported."""
         wanted = read(CompletionRequest, body)
         offered = self._offered(wanted, header)
+        self._check_number("prompt", len(wanted.prompt) * wanted.n)
         asks = []
         for prompt in wanted.prompt:
             tokens = self._tokens(prompt) if isinstance(prompt, str) else prompt
@@ -82,10 +83,12 @@ class Service:
         """POST /v1/chat/completions. Raises UsageError or Unsupported."""
         wanted = read(ChatRequest, body)
         offered = self._offered(wanted, header)
+        self._check_number("n", wanted.n)
         tokens = self._chat_tokens(wanted.messages, wanted.tools if wanted.offered_tools else [])
         max_tokens = _fitting(offered, len(tokens), wanted.limit, ("messages", wanted.limit_field))
+        guide = self._guide(wanted)
         asks = [
-            Ask(tokens, sampling, offered.name, wanted.cache_salt, guide=self._guide(wanted))
+            Ask(tokens, sampling, offered.name, wanted.cache_salt, guide=None if guide is None else guide.copy())
             for sampling in wanted.sampling(max_tokens, wanted.most_logprobs)
         ]
         names = self._names(wanted)
@@ -145,6 +148,11 @@ class Service:
         if name not in (None, self.name):
             raise UnknownModel("model", str(name), [self.name])
 
+    def _check_number(self, field: str, count: int) -> None:
+        """Refuse what could never be let in before anything is made of it. Raises UsageError."""
+        if count > self.engine.most_waiting:
+            raise UsageError(field, f"at most {self.engine.most_waiting} answers to one request", count)
+
     def _offered(self, wanted: Generation, header: str | None) -> Offered:
         """The format that a request is served in. Raises UsageError."""
         self._check_model(wanted.model)
@@ -167,7 +175,7 @@ class Service:
         return Names(self.engine.tokenizer, {*eos, *wanted.stop_token_ids})
 
     def _guide(self, wanted: ChatRequest) -> GrammarGuide | None:
-        """For one choice; None if it may say anything."""
+        """For one choice, and to be copied for others; None if it may say anything."""
         answer, tools = wanted.response_format.schema_to_follow, wanted.offered_tools
         required = wanted.required_tools
         if answer is None and not required and not any(tool.strict for tool in tools):

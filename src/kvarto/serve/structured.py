@@ -100,6 +100,10 @@ class GrammarGuide:
     def __init__(self, matcher: llguidance.LLMatcher, eos_tokens: Sequence[int]) -> None:
         self._matcher, self._eos, self.failure = matcher, list(eos_tokens), ""
 
+    def copy(self) -> GrammarGuide:
+        """Another one that is as far in the text; the grammar is compiled once."""
+        return GrammarGuide(self._matcher.deep_copy(), self._eos)
+
     def apply(self, logits: Tensor) -> Tensor:
         """logits float32 [V], with -inf for what the grammar forbids."""
         mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)

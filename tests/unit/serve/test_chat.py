@@ -135,3 +135,28 @@ def test_a_template_may_refuse() -> None:
 
 def test_a_default_parameter_is_none_at_all() -> None:
     assert json.dumps(Function(name="f").parameters["properties"]) == "{}"
+
+
+def test_patterns_of_clients_are_not_run_here() -> None:
+    """They could run for ever, and be of a kind that Python does not know; the grammar keeps them."""
+    for pattern in (r"^(?:(?:a+)+b|a{40}c)$", r"^\\p{L}+$"):
+        parameters = {"type": "object", "properties": {"x": {"type": "string", "pattern": pattern}}}
+        reader = ToolCallReader([Function(name="f", parameters=parameters, strict=True)])
+        call = '<tool_call>{"name": "f", "arguments": {"x": "' + "a" * 40 + 'c"}}</tool_call>'
+        assert [type(part) for part in reader.feed(call)] == [Call]
+
+
+def test_closing_marks_that_close_nothing_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = ToolCallReader([Function(name="f")])
+    parse, tried = reader._parse, list[str]()
+    monkeypatch.setattr(reader, "_parse", lambda text: tried.append(text) or parse(text))
+    parts = list(reader.feed('<tool_call>{"name": "f", "arguments": {"x": "'))
+    parts += [part for _ in range(8000) for part in reader.feed("</tool_call>")]
+    whole = "".join(map(str, [*parts, *reader.finish()]))
+    assert whole == '<tool_call>{"name": "f", "arguments": {"x": "' + "</tool_call>" * 8000
+    assert len(tried) < 8000
+
+
+def test_white_space_alone_is_not_held_back_for_ever() -> None:
+    reader = ToolCallReader([Function(name="f")])
+    assert "".join(map(str, reader.feed(" " * 80 + "hello"))).strip() == "hello"
