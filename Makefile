@@ -33,7 +33,7 @@ run: $(READY)  ## study the embedded model: which KV format is safe, how small, 
 test: $(READY) browser  ## the test suite, except what is slow or needs the larger models
 	$(PYTEST) -m "not models and not slow"
 
-test-slow: $(READY)  ## more random traffic, longer state machines (half an hour)
+test-slow: $(READY)  ## more random traffic, longer state machines
 	$(PYTEST) --timeout=3000 -m slow tests
 	KVARTO_MACHINE_EXAMPLES=3000 KVARTO_MACHINE_STEPS=100 $(PYTEST) --timeout=3000 tests/properties
 

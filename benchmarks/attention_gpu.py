@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -38,7 +37,7 @@ from kvarto.kernels.triton import TritonKernel
 from kvarto.layout import Geometry
 from kvarto.rule import Rule
 from measure import Samples, ratios
-from measure_gpu import DEVICE, HAS_GPU, bandwidth, machine, measure, randperm, write
+from measure_gpu import DEVICE, HAS_GPU, bandwidth, machine, measure, randperm, warm_each, write
 from peers_gpu import ADAPTERS, PAGE_TOKENS, Paged, Peer, Work, gather
 
 BASELINE = Path(__file__).parent / "baselines" / "attention_gpu.json"
@@ -174,26 +173,10 @@ def warm_all(options: argparse.Namespace, console: Console) -> dict[str, str]:
     tasks = [f"decode {text}" for text in options.formats] + [f"prefill {text}" for text in options.prefill_formats]
     if not options.skip_peers:
         tasks += [f"peer {name}" for name in ADAPTERS]
-    begin, running = time.monotonic(), {task: _start_warm(task) for task in tasks}
-    failed: dict[str, str] = {}
-    for task, process in running.items():
-        left = max(0.1, options.warm_seconds - (time.monotonic() - begin))
-        try:
-            _, errors = process.communicate(timeout=left)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.communicate()
-            failed[task] = f"not ready in {options.warm_seconds:.0f} s"
-            continue
-        if process.returncode:
-            failed[task] = (errors.strip() or f"exit code {process.returncode}").splitlines()[-1][:200]
+    begin = time.monotonic()
+    failed = warm_each(tasks, lambda task: ["--warm", task], options.warm_seconds)
     console.print(f"compiled in {len(tasks)} processes: {time.monotonic() - begin:.0f} s")
     return failed
-
-
-def _start_warm(task: str) -> subprocess.Popen[str]:
-    command = [sys.executable, __file__, *sys.argv[1:], "--warm", task]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
 
 # ---- measuring -------------------------------------------------------------------------------------------------------

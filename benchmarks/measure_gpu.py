@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 import platform
 import subprocess
+import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from contextlib import nullcontext, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import triton
@@ -25,6 +26,7 @@ from torch import Tensor
 from kvarto import __version__
 from measure import Samples, commit, cpu_name
 
+T = TypeVar("T")
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
 _COLD_BYTES = 1 << 28 if HAS_GPU else 1 << 10  # several times any L2
@@ -149,6 +151,33 @@ def bandwidth() -> dict[str, float]:
         "read_gb_per_s": nbytes / min(times["sum"].median, times["read"].median) / 1e6,
         "copy_gb_per_s": 2 * nbytes / times["copy"].median / 1e6,
     }
+
+
+# ---- compiling beforehand --------------------------------------------------------------------------------------------
+
+
+def warm_each(tasks: Iterable[T], options: Callable[[T], list[str]], seconds: float) -> dict[T, str]:
+    """Run this program once more for each task, with its own arguments and those of `options`, all at once, so that caches on disk are filled.
+
+    Returns the tasks that failed or took longer than `seconds`, and why.
+    """
+    command, begin = [sys.executable, *sys.argv], time.monotonic()
+    running = {
+        task: subprocess.Popen([*command, *options(task)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        for task in tasks
+    }
+    failed: dict[T, str] = {}
+    for task, process in running.items():
+        try:
+            _, errors = process.communicate(timeout=max(0.1, begin + seconds - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+            failed[task] = f"not ready in {seconds:.0f} s"
+            continue
+        if process.returncode:
+            failed[task] = (errors.strip() or f"exit code {process.returncode}").splitlines()[-1][:200]
+    return failed
 
 
 # ---- the machine -----------------------------------------------------------------------------------------------------

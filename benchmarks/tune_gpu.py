@@ -11,9 +11,7 @@ import argparse
 import json
 import math
 import os
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
@@ -29,7 +27,7 @@ from attention_gpu import BARS, DECODE, LLAMA, PATTERN_PAGES, TINY, Model, Work,
 from kvarto.formats import parse_format
 from kvarto.kernels.triton_tune import CANDIDATES, Tuning, key_of, trial, tune, tuning_for
 from kvarto.layout import Geometry
-from measure_gpu import HAS_GPU, machine, measure
+from measure_gpu import HAS_GPU, machine, measure, warm_each
 
 INFINITY = float("inf")
 
@@ -54,33 +52,11 @@ def show(tuning: Tuning) -> str:
 # ---- compiling beforehand --------------------------------------------------------------------------------------------
 
 
-def warm_all(tasks: list[tuple[str, int, int]], seconds: float) -> dict[tuple[str, int, int], str]:
-    """Compile and run (format, head dimension, candidate) in a process each; those that could not, and why."""
-    running = {
-        task: subprocess.Popen(
-            [sys.executable, __file__, *sys.argv[1:], "--warm", ",".join(map(str, task))],
-            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-        )
-        for task in tasks
-    }  # fmt: skip
-    end, failed = time.monotonic() + seconds, {}
-    for task, process in running.items():
-        try:
-            _, errors = process.communicate(timeout=max(0.1, end - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.communicate()
-            failed[task] = f"not ready in {seconds:.0f} s"
-            continue
-        if process.returncode:
-            failed[task] = (errors.strip() or f"exit code {process.returncode}").splitlines()[-1][:200]
-    return failed
-
-
 def warm(text: str, dim: int, candidate: int, shapes: list[Work]) -> None:
     for work in shapes:
         on_trial(CANDIDATES[candidate], ours(text, work, PATTERN_PAGES, model_of(dim)))()
-    torch.cuda.synchronize()
+    if HAS_GPU:
+        torch.cuda.synchronize()
 
 
 # ---- measuring -------------------------------------------------------------------------------------------------------
@@ -151,7 +127,7 @@ def main(arguments: list[str] | None = None) -> None:
     console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(" ".join(f"{key}={value}" for key, value in machine(None).items()), markup=False)
     tasks = [(text, dim, i) for text in options.formats for dim in options.dims for i in range(len(CANDIDATES))]
-    failed = {} if options.dry_run else warm_all(tasks, options.warm_seconds)
+    failed = warm_each(tasks, lambda task: ["--warm", ",".join(map(str, task))], options.warm_seconds)
     for (text, dim, i), reason in failed.items():
         console.print(f"left out: {text}, D {dim}, {show(CANDIDATES[i])}: {reason}", markup=False)
     table = Table(title="ms (times the fastest), by registers of a thread and whether slabs are copied ahead")

@@ -28,8 +28,8 @@ FORMATS = ["fp32", "int8", "int4", "kivi2", "int4+window64", "int4/int8+sink0", 
 GREEDY = Sampling(max_tokens=12, temperature=0, ignore_eos=True, logprobs=3)
 SMALL = 1 << 19  # holds a few hundred tokens of a tiny model
 ROOMY = 1 << 23
-# Log probabilities of a tiny float32 model. Sums in another order change them by about 1e-5, and keys and values by as little; but a number that lies
-# where two codes meet may then get the other one. Who reads a wrong page is wrong by more than 1.
+# Log probabilities of a tiny float32 model. Sums in another order change them, and keys and values, a little; but a number that lies where two codes
+# meet may then get the other one. Who reads a page that is not his finds NaN, or another prefix.
 CLOSE = {"fp32": 2e-4, "int8": 2e-3}
 CLOSE_BELOW_8_BITS = 3e-2
 
