@@ -27,7 +27,7 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[engine,dev]'
 	@touch $@
 
-run: $(READY)  ## study the embedded model: which KV format is safe, how small, how fast (about 6 minutes)
+run: $(READY)  ## study the embedded model: which KV format is safe, how small, how fast (6 to 9 minutes)
 	$(BIN)/kvarto study --quick --out reports/quick
 
 test: $(READY) browser  ## the test suite, except what is slow or needs the larger models
