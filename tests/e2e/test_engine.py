@@ -172,7 +172,9 @@ def test_tenants_do_not_share_prefixes() -> None:
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 20))])
 def test_random_traffic_finds_no_corruption(seed: int) -> None:
     """Arrivals with shared prefixes, aborts, priorities and two formats in memory that is much too small."""
-    rng, texts, family = random.Random(seed), ["int4", "int8"], ["qwen2", "gemma3_text"][seed % 2]
+    # Float32 pages show whether the books are right to the last digit; the others whether codes are.
+    rng, texts = random.Random(seed), ["int4", "int8"] if seed < 2 else ["fp32", "int4"]
+    family = ["qwen2", "gemma3_text"][seed % 2]
     engine = core(family, *texts, memory=SMALL, step_tokens=rng.choice([64, 96, 200]))
     stems = [prompt(length, seed=length) for length in (64, 130, 200)]
     requests: list[Request] = []
@@ -192,7 +194,7 @@ def test_random_traffic_finds_no_corruption(seed: int) -> None:
             assert output.choice is not None
             got[output.request].append(output.choice)
         engine.check()
-    assert engine.scheduler.preemptions
+    assert engine.scheduler.preemptions or engine.memory.prefixes.dropped
     for request in requests:
         expected = alone(
             family, texts[request.policy], tuple(request.tokens[: request.prompt_tokens]), request.sampling.max_tokens
