@@ -62,8 +62,9 @@ gpu:  ## kernels on an NVIDIA GPU: tests, then a quick benchmark (GPU_PYTHON=a P
 
 # Without torch's caching allocator every tensor is an allocation of its own, so that a step beyond one is seen; graphs cannot be captured then.
 gpu-sanitize:  ## the memory checker of CUDA on a small selection of the GPU tests
-	PYTORCH_NO_CUDA_MEMORY_CACHING=1 KVARTO_GPU_LONG=3000 $(GPU_ENV) compute-sanitizer --tool memcheck --error-exitcode 9 \
-	$(GPU_PYTHON) -m pytest -n 0 -q -W default -k "$(GPU_SANITIZE)" tests/gpu/test_gpu_attend.py tests/unit/kernels/test_triton_seal.py
+	OMP_NUM_THREADS=1 PYTORCH_NO_CUDA_MEMORY_CACHING=1 KVARTO_GPU_LONG=3000 $(GPU_ENV) \
+	compute-sanitizer --tool memcheck --target-processes all --error-exitcode 9 \
+	$(GPU_PYTHON) -m pytest -n $(GPU_WORKERS) -q -W default -k "$(GPU_SANITIZE)" tests/gpu/test_gpu_attend.py tests/unit/kernels/test_triton_seal.py
 
 golden: $(READY)  ## write the golden page of each codec that has none yet
 	$(BIN)/python tests/golden/write.py

@@ -98,7 +98,7 @@ def prefill(model: Any, cache: Any, prompt: Tensor, chunk: int) -> Tensor:
 def fill(model: Any, cache: Any, prompt: Tensor) -> Tensor:
     """As if the prompt had been read: random keys and values in every layer. Returns the next tokens [B, 1]."""
     (B, tokens), config = prompt.shape, model.config
-    for index, layer in enumerate(cache.layers):
+    for index in range(len(cache.layers)):
         for first in range(0, tokens, FILL_TOKENS):
             shape = (B, config.num_key_value_heads, min(FILL_TOKENS, tokens - first), config.head_dim)
             k, v = (torch.randn(shape, dtype=model.dtype, device=DEVICE) for _ in range(2))
@@ -108,10 +108,8 @@ def fill(model: Any, cache: Any, prompt: Tensor) -> Tensor:
                 cache.kv.layers[index].sequences.release_unreadable()
             else:
                 cache.update(k, v, index)
-        if hasattr(cache, "kv"):
-            layer.is_initialized, layer.columns = True, tokens
     if hasattr(cache, "kv"):
-        cache.columns = torch.ones(B, tokens, dtype=torch.bool, device=DEVICE)
+        cache.adopt(B, tokens)
     return prompt[:, -1:]
 
 

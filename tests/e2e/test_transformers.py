@@ -7,8 +7,10 @@ agree token for token (transformers' sdpa and eager do not either: logits tie), 
 from __future__ import annotations
 
 import copy
+import gc
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -330,6 +332,19 @@ def test_a_copied_cache_is_a_shared_prefix() -> None:
     again = model.generate(**inputs, **GREEDY, cache=copy.deepcopy(prefix))
     assert torch.equal(first, again)
     assert prefix.get_seq_length() == 100
+
+
+def test_the_memory_of_a_cache_that_is_let_go_is_free_at_once() -> None:
+    model, inputs = tiny.shared("llama"), tiny.prompt(100)
+    gc.disable()  # It would find a cycle, some time: that is too late for a GPU that is full.
+    try:
+        kv = kvarto.Cache(model, "int4")
+        model.generate(**inputs, **GREEDY, cache=kv)
+        pages = weakref.ref(kv.kv)
+        del kv
+        assert pages() is None
+    finally:
+        gc.enable()
 
 
 def test_reset_forgets_everything() -> None:

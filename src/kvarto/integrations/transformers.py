@@ -25,17 +25,42 @@ from kvarto.integrations.quirks import check_options, plan_layers
 _START_AGAIN = "call cache.reset() and start again"
 
 
+@dataclass
+class _State:
+    """What a Cache and its layers share, so that neither holds the other: a cache that is let go gives its memory back at once, not when
+    Python next looks for cycles, which the bytes of tensors do not hasten.
+
+    columns  bool [B, columns], False for padding; None before the first token
+    padded   False if no column is padding
+    waiting  the layer, if any, whose keys have not reached attention yet
+    """
+
+    kv: PagedKV
+    model_name: str
+    columns: Tensor | None = None
+    padded: bool = False
+    waiting: int | None = None
+
+    def expect_attended(self) -> None:
+        """Raise Unsupported if a layer's keys never reached kvarto's attention function."""
+        if self.waiting is not None:
+            reason = f"the keys of layer {self.waiting} never reached kvarto's attention function"
+            remedy = f"the cache was made for {self.model_name}; with any other model, use that model's own cache"
+            raise Unsupported(f"{reason}; {remedy}")
+
+
 @dataclass(frozen=True)
 class _Padding:
     """What a mask knows.
 
+    state          of the cache that it was made for
     columns        bool [B, past + T], False for padding
     valid          its new columns [B, T], or None if none is padding
     padded         False if no column is padding
     window_tokens  the sliding window that the model asked the mask to have, or None
     """
 
-    cache: Cache
+    state: _State
     columns: Tensor
     valid: Tensor | None
     padded: bool
@@ -49,16 +74,16 @@ class _Layer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
     is_croppable = True
     supports_early_init = False
 
-    def __init__(self, cache: Cache, index: int) -> None:
+    def __init__(self, state: _State, index: int) -> None:
         super().__init__()
-        self.cache, self.index, self.columns = cache, index, 0
+        self.state, self.index, self.columns = state, index, 0
         self.is_sliding = self.paged.spec.sliding_tokens is not None
         self._new: tuple[Tensor, Tensor] | None = None
 
     @property
     def paged(self) -> LayerKV:
         """The pages behind this layer."""
-        return self.cache.kv.layers[self.index]
+        return self.state.kv.layers[self.index]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Check the first keys and values, [B, Hkv, T, D], against what the model's config promised."""
@@ -77,10 +102,10 @@ class _Layer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Keep the new keys and values until attention is called; they come back as they are, the keys marked with this layer."""
-        self.cache.expect_attended()
+        self.state.expect_attended()
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        self._new, self.cache.waiting = (key_states, value_states), self
+        self._new, self.state.waiting = (key_states, value_states), self.index
         return mark(key_states, self), value_states
 
     def attend(
@@ -88,10 +113,10 @@ class _Layer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
     ) -> Tensor:
         """query [B, Hq, T, Dk] to [B, T, Hq, Dv]; the keys are those of the last `update`, and so must value [B, Hkv, T, Dv] be."""
         name = type(module).__name__
-        new, self._new, self.cache.waiting = self._new, None, None
+        new, self._new, self.state.waiting = self._new, None, None
         if new is None or value is not new[1]:
             raise Unsupported(f"{name} attends twice, or to altered values; use the model's own cache")
-        if padding is None or padding.cache is not self.cache:
+        if padding is None or padding.state is not self.state:
             raise Unsupported(
                 f"{name} attends with a mask that transformers did not make for this cache; pass a 2D attention_mask or none"
             )
@@ -104,12 +129,12 @@ class _Layer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         self.columns += query.shape[
             2
         ]  # before anything is stored: should that break off, `Cache.held_columns` will notice
-        out = self.cache.kv.extend(
+        out = self.state.kv.extend(
             self.index, query, *new, padding.valid,
             scale=query.shape[-1] ** -0.5 if options.get("scaling") is None else options["scaling"],
             softcap=options.get("softcap"), sinks=options.get("s_aux"),
         )  # fmt: skip
-        self.cache.columns, self.cache.padded = padding.columns, padding.padded
+        self.state.columns, self.state.padded = padding.columns, padding.padded
         return out.transpose(1, 2).contiguous()
 
     def get_seq_length(self) -> int:
@@ -152,19 +177,22 @@ class Cache(cache_utils.Cache):  # type: ignore[misc]
     def __init__(self, model: Any, policy: str | Format | Policy, *, kernel: str | None = None) -> None:
         planned = plan_layers(model)
         specs = [layer for layer in planned if isinstance(layer, LayerSpec)]
-        self.kv = PagedKV(specs, _policy(policy), dtype=model.dtype, device=model.device, kernel=kernel)
-        self._config, self._model_name = model.config.get_text_config(decoder=True), type(model).__name__
-        self.columns: Tensor | None = None
-        self.padded = False
-        self.waiting: _Layer | None = None
+        kv = PagedKV(specs, _policy(policy), dtype=model.dtype, device=model.device, kernel=kernel)
+        self._state = _State(kv, type(model).__name__)
+        self._config = model.config.get_text_config(decoder=True)
         indices = iter(range(len(specs)))
         super().__init__(
-            layers=[_Layer(self, next(indices)) if isinstance(layer, LayerSpec) else layer for layer in planned]
+            layers=[_Layer(self._state, next(indices)) if isinstance(layer, LayerSpec) else layer for layer in planned]
         )
         attach(model)
 
     def __repr__(self) -> str:
         return f"kvarto.Cache({self.policy}, {len(self.kv.layers)} layers, {self.get_seq_length()} columns)"
+
+    @property
+    def kv(self) -> PagedKV:
+        """The pages of all layers."""
+        return self._state.kv
 
     # ---- reports ---------------------------------------------------------------------------------------------------
 
@@ -190,7 +218,7 @@ class Cache(cache_utils.Cache):  # type: ignore[misc]
     @property
     def batch_size(self) -> int:
         """Sequences held, or -1 before the first token."""
-        return -1 if self.columns is None else self.columns.shape[0]
+        return -1 if self._state.columns is None else self._state.columns.shape[0]
 
     # ---- masks -----------------------------------------------------------------------------------------------------
 
@@ -209,7 +237,7 @@ class Cache(cache_utils.Cache):  # type: ignore[misc]
         text_config = config.get_text_config(decoder=True)
         if text_config is not self._config and text_config != self._config:  # a copied cache has a copied config
             raise Unsupported(
-                f"the cache was made for {_described(self._model_name, self._config)}, and is used with "
+                f"the cache was made for {_described(self._state.model_name, self._config)}, and is used with "
                 f"{_described('a model', text_config)}; make a cache for each model"
             )
 
@@ -219,7 +247,7 @@ class Cache(cache_utils.Cache):  # type: ignore[misc]
         """See `_Layer.update`. Raises Unsupported for a layer that the model of this cache does not have."""
         if layer_idx >= len(self.layers):
             raise Unsupported(
-                f"layer {layer_idx} wants to be cached, and the cache was made for {self._model_name} with "
+                f"layer {layer_idx} wants to be cached, and the cache was made for {self._state.model_name} with "
                 f"{len(self.layers)} layers; make a cache for each model"
             )
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)  # type: ignore[no-any-return]
@@ -237,7 +265,7 @@ class Cache(cache_utils.Cache):  # type: ignore[misc]
 
         Waits for the device once, to look at attention_mask; and without one only where a page was sealed since the last time.
         """
-        self.expect_attended()
+        self._state.expect_attended()
         if attention_mask is not None or self.kv.checks_due:
             self.check()
         held = self.held_columns()
@@ -251,8 +279,8 @@ class Cache(cache_utils.Cache):  # type: ignore[misc]
             raise ShapeError(
                 "attention_mask", f"[B, past + T] = {shape}", tuple(columns.shape), "it covers cached columns too"
             )
-        if attention_mask is None and not self.padded:
-            return mark(columns[:, None, None], _Padding(self, columns, None, False, window_tokens))
+        if attention_mask is None and not self._state.padded:
+            return mark(columns[:, None, None], _Padding(self._state, columns, None, False, window_tokens))
         as_held, new_padded = self._compare(columns, held)
         if not as_held:
             raise UsageError(
@@ -262,30 +290,26 @@ class Cache(cache_utils.Cache):  # type: ignore[misc]
                 _START_AGAIN,
             )
         valid = columns[:, held:] if new_padded else None
-        return mark(columns[:, None, None], _Padding(self, columns, valid, self.padded or new_padded, window_tokens))
+        return mark(
+            columns[:, None, None],
+            _Padding(self._state, columns, valid, self._state.padded or new_padded, window_tokens),
+        )
 
     def _compare(self, columns: Tensor, held: int) -> tuple[bool, bool]:
         """Whether columns [B, past + T] say of the `held` ones what is known of them, and whether new ones are padding: one question."""
         new_valid = columns[:, held:].all()
-        if self.columns is None:
+        if self._state.columns is None:
             return True, not bool(new_valid)
-        as_held, no_padding = torch.stack([(columns[:, :held] == self.columns).all(), new_valid]).tolist()
+        as_held, no_padding = torch.stack([(columns[:, :held] == self._state.columns).all(), new_valid]).tolist()
         return as_held, not no_padding
 
     def check(self) -> None:
         """Raise NotFinite if keys or values on a GPU were not finite: before each forward pass that waits for the GPU anyway; see `PagedKV.check`."""
         self.kv.check()
 
-    def expect_attended(self) -> None:
-        """Raise Unsupported if a layer's keys never reached kvarto's attention function."""
-        if self.waiting is not None:
-            reason = f"the keys of layer {self.waiting.index} never reached kvarto's attention function"
-            remedy = f"the cache was made for {self._model_name}; with any other model, use that model's own cache"
-            raise Unsupported(f"{reason}; {remedy}")
-
     def held_columns(self) -> int:
         """Columns that every layer holds. Raises Unsupported if a forward pass broke off between layers, or within one."""
-        held = {0 if self.columns is None else self.columns.shape[1]}
+        held = {0 if self._state.columns is None else self._state.columns.shape[1]}
         held |= {layer.columns for layer in self.layers if isinstance(layer, _Layer)}
         if len(held) > 1:
             raise Unsupported(f"a forward pass broke off, and layers hold {sorted(held)} columns; {_START_AGAIN}")
@@ -293,25 +317,33 @@ class Cache(cache_utils.Cache):  # type: ignore[misc]
 
     # ---- sequences -------------------------------------------------------------------------------------------------
 
+    def adopt(self, sequences: int, tokens: int) -> None:
+        """Count what was put into an empty cache's pages directly (`kv`), `tokens` of each sequence, as read: for measuring on pages of noise."""
+        self._state.columns = torch.ones(
+            (sequences, tokens), dtype=torch.bool, device=self.kv.layers[0].sealed.pages.device
+        )
+        for layer in self.layers:
+            layer.is_initialized, layer.columns = True, tokens
+
     def crop(self, tokens_to_remove: int) -> None:
         """Take the last -tokens_to_remove columns back, 0 for none. Raises Unsupported if that reaches further than one page boundary."""
         if tokens_to_remove > 0:
             raise UsageError("tokens_to_remove", "0 or a negative number", tokens_to_remove)
-        self.expect_attended()
+        self._state.expect_attended()
         self.held_columns()
         self.check()
         if tokens_to_remove < 0:
             self._check_crop(-tokens_to_remove)
         super().crop(tokens_to_remove)
-        if self.columns is not None and tokens_to_remove < 0:
-            self.columns = self.columns[:, :tokens_to_remove]
+        if self._state.columns is not None and tokens_to_remove < 0:
+            self._state.columns = self._state.columns[:, :tokens_to_remove]
 
     def _check_crop(self, tokens: int) -> None:
         if not self.is_croppable:
             raise Unsupported(
                 f"crop of {tokens} tokens: a recurrent state cannot be taken back; prefill the sequence again"
             )
-        if self.columns is not None and not bool(self.columns[:, -tokens:].all()):
+        if self._state.columns is not None and not bool(self._state.columns[:, -tokens:].all()):
             raise Unsupported(f"crop of {tokens} tokens: some of them are padding; prefill the sequences again")
         for layer in self.kv.layers:
             if reason := layer.why_not_crop(tokens):
@@ -319,10 +351,10 @@ class Cache(cache_utils.Cache):  # type: ignore[misc]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Sequence i becomes what sequence beam_idx[i] was; int64 [B], B may change. Pages are shared, not copied."""
-        self.expect_attended()
+        self._state.expect_attended()
         self.check()
-        if self.columns is not None:
-            self.columns = self.columns[beam_idx.to(self.columns.device)]
+        if self._state.columns is not None:
+            self._state.columns = self._state.columns[beam_idx.to(self._state.columns.device)]
             super().reorder_cache(beam_idx.cpu())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -335,7 +367,7 @@ class Cache(cache_utils.Cache):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Forget every sequence; storage is kept for reuse."""
-        self.columns, self.padded, self.waiting = None, False, None
+        self._state.columns, self._state.padded, self._state.waiting = None, False, None
         super().reset()
 
 

@@ -34,9 +34,7 @@ def filled_cache(arm: Arm, tokens: int) -> Any:
         fill_own(cache, layer_specs(model), tokens, model.dtype, model.device)
         return cache
     fill_pages(cache.kv, tokens, device=model.device)
-    cache.columns = torch.ones((1, tokens), dtype=torch.bool, device=model.device)
-    for layer in cache.layers:
-        layer.columns = tokens
+    cache.adopt(1, tokens)
     return cache
 
 
