@@ -180,7 +180,8 @@ class LayerKV(LayerPages):
         sealed_ids = self.sealed.take(len(due))
         if due:
             raw_ids = [self.rows[row].raw[page] for row, page in due]
-            self.seal(self.open.pages, self._views, raw_ids, self.sealed.pages, sealed_ids)
+            ids = send(np.array([raw_ids, sealed_ids], np.int32), self.device)
+            self.seal(self.open.pages, self._views, ids[0], self.sealed.pages, ids[1])
             self.finite.due = self.finite.deferred
         self.sequences.seal(due, sealed_ids)
 

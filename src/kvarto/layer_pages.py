@@ -5,14 +5,10 @@ Pages lie in storage of the caller's, uint8 [P, page_nbytes] with rows contiguou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from kvarto.binding import BoundCodec, choose_kernel, choose_sealer
-from kvarto.cache.tables import send
 from kvarto.errors import UsageError
 from kvarto.formats import Format
 from kvarto.jit import torch
@@ -80,24 +76,29 @@ class LayerPages:
         raw_v.index_put_((pages, slots), v)
 
     def seal(
-        self, raw_pages: Tensor, views: tuple[Tensor, Tensor], raw_ids: Sequence[int], sealed_pages: Tensor, sealed_ids: Sequence[int]
+        self, raw_pages: Tensor, views: tuple[Tensor, Tensor], raw_ids: Tensor, sealed_pages: Tensor, sealed_ids: Tensor
     ) -> None:  # fmt: skip
-        """Encode full raw pages, from raw values, into sealed ones."""
+        """Encode full raw pages raw_ids, int32 [n] on the device, from raw values, into sealed ones; those with a negative sealed id are skipped."""
         if self._sealer is not None:
             if isinstance(self._saturated, int):
                 self._saturated = torch.full((1,), self._saturated, dtype=torch.int64, device=self.device)
-            ids = send(np.array([raw_ids, sealed_ids], np.int32), self.device)
-            self._sealer(raw_pages, ids[0], sealed_pages, ids[1], self._saturated)
+            self._sealer(raw_pages, raw_ids, sealed_pages, sealed_ids, self._saturated)
             return
         raw_k, raw_v = views
         elements = _SEAL_ELEMENTS_CPU if self.device.type == "cpu" else _SEAL_ELEMENTS
         at_once = max(1, elements // (self.spec.geometry.elements_per_token * self.rule.page_tokens))
+        raw_ids, sealed_ids = (ids[sealed_ids >= 0].long() for ids in (raw_ids, sealed_ids))
         for i in range(0, len(raw_ids), at_once):
-            ids, targets = (send(np.array(x[i : i + at_once], np.int64), self.device) for x in (raw_ids, sealed_ids))
+            ids, targets = raw_ids[i : i + at_once], sealed_ids[i : i + at_once]
             k = raw_k.transpose(1, 2)[ids].float()
             v = raw_v.permute(0, 2, 3, 1)[ids].float().transpose(-1, -2)
             self._saturated = self._saturated + self.k.saturated(k) + self.v.saturated(v)
             sealed_pages[targets] = torch.cat([self.k.encode(k), self.v.encode(v)], dim=-1).flatten(1)
+
+    @property
+    def replayable(self) -> bool:
+        """A CUDA graph can hold what is done with the pages: the host decides nothing on the way, and nothing waits."""
+        return self._sealer is not None and self.kernel.name == self.raw_kernel.name == "triton"
 
     # ---- queries ---------------------------------------------------------------------------------------------------
 

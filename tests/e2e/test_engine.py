@@ -17,10 +17,13 @@ import tiny
 import torch
 
 import kvarto
+from kvarto.engine import core as core_module
 from kvarto.engine.core import EngineCore, Options, Output
+from kvarto.engine.graphs import Graphs
+from kvarto.engine.plan import Shape, StepPlan
 from kvarto.engine.request import Finish, Request, Sampling
 from kvarto.engine.sampling import Choice
-from kvarto.engine.step import Step
+from kvarto.engine.scheduler import Work
 from kvarto.errors import Unsupported, UsageError
 from kvarto.formats import parse_policy
 
@@ -250,10 +253,9 @@ def test_nan_in_a_decode_step_leaves_the_others_their_own_tokens(monkeypatch: py
         engine.add(request)
     got: dict[Request, list[Choice]] = {request: [] for request in requests}
     outputs = [engine.step() for _ in range(3)]
-    broken = Step.broken
-    monkeypatch.setattr(Step, "broken", lambda step: [work for work in step.works if work.request is requests[0]])
-    outputs.append(engine.step())
-    monkeypatch.setattr(Step, "broken", broken)
+    with monkeypatch.context() as patched:
+        patched.setattr(core_module, "_broken", lambda plan, _: [w for w in plan.works if w.request is requests[0]])
+        outputs.append(engine.step())
     while not engine.idle:
         outputs.append(engine.step())
         engine.check()
@@ -263,6 +265,28 @@ def test_nan_in_a_decode_step_leaves_the_others_their_own_tokens(monkeypatch: py
     for request in requests[1:]:
         tokens = tuple(request.tokens[: request.prompt_tokens])
         assert_same("int4", got[request], alone("llama", "int4", tokens))
+
+
+@pytest.mark.parametrize(("family", "text"), [("llama", "int4"), ("gemma3_text", "int8+window64")])
+def test_a_step_padded_for_a_graph_gives_everybody_the_same(family: str, text: str) -> None:
+    engine, padded = core(family, text), list[int]()
+
+    class Padding(Graphs):
+        """Decode steps in the shape of a graph, which are then run without one."""
+
+        def shape_of(self, works: Sequence[Work]) -> Shape | None:
+            return Shape(0, len(works) + 2, 64) if all(work.count == 1 for work in works) else None
+
+        def run(self, plan: StepPlan) -> None:
+            padded.append(len(plan.works))
+
+    engine.graphs = Padding(engine.forward, engine.memory, engine.device, None)
+    requests = [Request(str(i), prompt(60 + 2 * i, seed=i), GREEDY) for i in range(3)]
+    got = drive(engine, requests)
+    assert len(padded) > GREEDY.max_tokens // 2
+    for request in requests:
+        tokens = tuple(request.tokens[: request.prompt_tokens])
+        assert_same(text, got[request], alone(family, text, tokens))
 
 
 def test_what_is_said_to_fit_runs_to_its_end_with_a_window_too() -> None:

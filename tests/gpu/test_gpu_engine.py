@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvarto.attention import LayerSpec, PagedKV
 from kvarto.engine.memory import Compute, Memory
+from kvarto.engine.plan import StepPlan
 from kvarto.engine.request import Request, Sampling
 from kvarto.engine.scheduler import Work
 from kvarto.engine.step import Step
@@ -48,6 +49,14 @@ class Sequence:
         )
 
 
+def step_of(memory: Memory, works: list[Work]) -> Step:
+    groups = [offer.groups for offer in memory.offers]
+    aside = torch.cuda.Stream() if HAS_GPU else None
+    step = Step(memory, StepPlan(works, groups, memory.scratch), torch.device(DEVICE), aside)
+    step.begin()
+    return step
+
+
 def test_a_crowd_of_several_policies_in_chunks() -> None:
     lengths = (1000, 300, 513, 64, 129, 700) if HAS_GPU else (150, 64, 70)
     compute = Compute(torch.bfloat16, torch.device(DEVICE), "triton")
@@ -62,9 +71,9 @@ def test_a_crowd_of_several_policies_in_chunks() -> None:
             count = min(sequence.request.missing, (63, 1, 130)[(turn + i) % 3] if turn else 90)
             assert sequence.request.holding.reserve(count)
             works.append(Work(sequence.request, count))
-        step = Step(memory, works, torch.device(DEVICE))
+        step = step_of(memory, works)
         by_request = {sequence.request: sequence for sequence in going}
-        spans = [(by_request[work.request], work.request.holding.length, work.count) for work in step.works]
+        spans = [(by_request[work.request], work.request.holding.length, work.count) for work in step.plan.works]
         for layer in range(len(SPECS)):
             q, k, v = (
                 torch.cat([x[layer, :, first : first + count].transpose(0, 1) for x, first, count in parts]).to(DEVICE)
@@ -76,8 +85,8 @@ def test_a_crowd_of_several_policies_in_chunks() -> None:
             expected = torch.cat([s.expected(layer, first, first + count) for s, first, count in spans]).double()
             worst = float(((out - expected).norm(dim=-1) / (LIMIT * expected.norm(dim=-1)).clamp_min(1e-30)).max())
             assert worst <= 1, f"layer {layer}: {worst:.2f} times the difference allowed"
-        assert step.broken() == []
-        for work in step.works:
+        assert bool(torch.isfinite(step.finish()).all())
+        for work in step.plan.works:
             work.request.holding.commit(work.request.tokens)
         memory.prefixes.check()
         turn += 1
@@ -89,12 +98,13 @@ def test_who_is_not_finite_is_named_without_harm_to_others() -> None:
     good, bad = (Sequence(3 * number, 70, memory) for number in (1, 2))
     bad.k[0, 1, 33, 5] = torch.nan
     works = [Work(sequence.request, 64) for sequence in (bad, good) if sequence.request.holding.reserve(64)]
-    step = Step(memory, works, torch.device(DEVICE))
+    step = step_of(memory, works)
     q, k, v = (
         torch.cat([getattr(sequence, name)[0, :, :64].transpose(0, 1) for sequence in (bad, good)]).to(DEVICE)
         for name in "qkv"
     )
     out = step.attend(0, q, k, v, scale=SCALE)
-    assert [work.request for work in step.broken()] == [bad.request]
+    wrong = (~torch.isfinite(step.finish())).nonzero().flatten().cpu()
+    assert [work.request for work in step.plan.works_of(wrong.numpy())] == [bad.request]
     expected = good.expected(0, 0, 64)
     assert float((out[64:].cpu().double() - expected.double()).norm() / expected.double().norm()) < LIMIT

@@ -17,12 +17,46 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _SMALLEST_WIDTH = 16
+# Of an array in a parcel, in bytes.
+_ALIGNMENT = 16
 
 
 def send(array: Any, device: torch.device) -> Tensor:
     """A numpy array as a tensor on `device`. On the CPU it is the same memory, so the array must not change afterwards."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+class Parcel:
+    """Arrays that go to a device together, in one copy. `tensors` are they there, in order, at addresses that stay."""
+
+    def __init__(self, arrays: Sequence[Any], device: torch.device) -> None:
+        self._pinned = device.type == "cuda"
+        self._arrays, self._ends = [(array.dtype, array.shape) for array in arrays], [0]
+        for array in arrays:
+            self._ends.append(-(-(self._ends[-1] + array.nbytes) // _ALIGNMENT) * _ALIGNMENT)
+        self._bytes = self._pack(arrays).to(device, non_blocking=True)
+        self.tensors = [
+            self._bytes[first : first + array.nbytes].view(_torch_dtype(array)).view(array.shape)
+            for array, first in zip(arrays, self._ends, strict=False)
+        ]
+
+    def refill(self, arrays: Sequence[Any]) -> None:
+        """Others of the same dtypes and shapes take their place."""
+        assert [(array.dtype, array.shape) for array in arrays] == self._arrays, "another parcel"
+        self._bytes.copy_(self._pack(arrays), non_blocking=True)
+
+    def _pack(self, arrays: Sequence[Any]) -> Tensor:
+        packed = torch.empty(self._ends[-1], dtype=torch.uint8, pin_memory=self._pinned)
+        view = packed.numpy()
+        for array, first in zip(arrays, self._ends, strict=False):
+            view[first : first + array.nbytes] = np.ascontiguousarray(array).view(np.uint8).reshape(-1)
+        return packed
+
+
+def _torch_dtype(array: Any) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, array.dtype.name)
+    return dtype
 
 
 class PageTable:

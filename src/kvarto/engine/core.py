@@ -11,15 +11,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from kvarto.cache.tiers import Tiers
-from kvarto.engine.forward import Forward
+from kvarto.engine.forward import Forward, Result
+from kvarto.engine.graphs import Graphs
 from kvarto.engine.memory import Compute, Memory
 from kvarto.engine.offload import Offload
+from kvarto.engine.plan import StepPlan
 from kvarto.engine.request import Finish, Request
 from kvarto.engine.sampling import Choice, choose
-from kvarto.engine.scheduler import Scheduler
+from kvarto.engine.scheduler import Scheduler, Work
 from kvarto.engine.step import Step
 from kvarto.errors import KvartoError, UsageError
 from kvarto.formats import Policy
@@ -48,6 +51,7 @@ class Options:
     kernel         a name, or None for the best one
     tiers          where blocks go that leave the memory, if anywhere; `identity` says then whose they are: the model, weights and all
     poison         freed memory becomes NaN, for tests
+    graphs         on a GPU decode steps are replayed as CUDA graphs where they can be (graphs.py)
 
     Raises UsageError.
     """
@@ -59,6 +63,7 @@ class Options:
     tiers: Tiers | None = None
     identity: str = ""
     poison: bool = False
+    graphs: bool = True
 
     def __post_init__(self) -> None:
         for name, value in (("step_tokens", self.step_tokens), ("most_running", self.most_running)):
@@ -86,6 +91,11 @@ class EngineCore:
             step_tokens=step_tokens,
             most_running=options.most_running,
         )
+        self._groups = [offer.groups for offer in self.memory.offers]
+        self._aside = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self.graphs = Graphs(self.forward, self.memory, self.device, self._aside)
+        if not options.graphs:
+            self.graphs.why_not = "they were not wanted"
         self.context_tokens = int(getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", 2**31))
         self.eos_tokens = _eos_tokens(model)
         self.steps = self._empty_steps = 0
@@ -128,26 +138,34 @@ class EngineCore:
         for work in works:
             work.request.began_seconds = work.request.began_seconds or now
         try:
-            step = Step(self.memory, works, self.device)
-            logits = self.forward.run(step, step.last_tokens)
-            broken = step.broken()
+            plan = StepPlan(works, self._groups, self.memory.scratch, self.graphs.shape_of(works))
+            result = self._run(plan)
+            broken = _broken(plan, result)
         except (RuntimeError, KvartoError) as error:
             _log.exception("a step of %d requests failed", len(works))
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)  # a device that is lost fails again here, and ends the engine
             return [self._fail(work.request, f"{type(error).__name__}: {error}") for work in works]
         # Before anything lets go of its holding, which says whether a work samples.
-        rows = [row for row, work in enumerate(w for w in step.works if w.samples) if work not in broken]
-        sampled = [work.request for work in step.works if work.samples and work not in broken]
-        for work in step.works:
+        rows = [row for row, work in enumerate(w for w in plan.works if w.samples) if work not in broken]
+        sampled = [work.request for work in plan.works if work.samples and work not in broken]
+        for work in plan.works:
             if work not in broken:
                 work.request.holding.commit(work.request.tokens)
         outputs = [self._fail(work.request, _NOT_FINITE) for work in broken]
-        choices = choose(logits[rows], sampled) if sampled else []
+        # A slice where nobody is left out: a list of rows would have to be sent.
+        wanted = result.logits[: len(rows)] if rows == [*range(len(rows))] else result.logits[rows]
+        choices = choose(wanted, sampled) if sampled else []
         return outputs + [
             self._fail(request, choice.error) if choice.error else self._accept(request, choice)
             for request, choice in zip(sampled, choices, strict=True)
         ]
+
+    def _run(self, plan: StepPlan) -> Result:
+        """Replayed, if that can be."""
+        if plan.shape is not None and (result := self.graphs.run(plan)) is not None:
+            return result
+        return self.forward.run(Step(self.memory, plan, self.device, self._aside))
 
     def _unstick(self) -> list[Output]:
         """Nobody could go on. Once that is so because the last one that ran was preempted; then the first that waits has all memory for itself."""
@@ -185,6 +203,13 @@ class EngineCore:
         self.memory.prefixes.check()
         assert all(request.holding is not None for request in self.scheduler.running)
         assert all(request.holding is None for request in self.scheduler.waiting)
+
+
+def _broken(plan: StepPlan, result: Result) -> list[Work]:
+    """Those whose keys or values were not finite in some layer. Waits for the device."""
+    if result.largest is None:
+        return []
+    return plan.works_of(np.flatnonzero(~np.isfinite(result.largest.cpu().numpy())))
 
 
 def _eos_tokens(model: Any) -> frozenset[int]:

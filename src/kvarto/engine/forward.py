@@ -6,6 +6,7 @@ keyword argument of the forward pass. Positions are given for each token; there 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,14 @@ if TYPE_CHECKING:
 
 _NAME = "kvarto-engine"
 _STEP = "kvarto_step"
+
+
+@dataclass(frozen=True)
+class Result:
+    """Of a step: logits float32 [len(last_tokens), V]; the largest magnitude of each token's keys and values as `Step.finish` gives it."""
+
+    logits: Tensor
+    largest: Tensor | None
 
 
 class Forward:
@@ -41,20 +50,20 @@ class Forward:
         if model.config.get_text_config(decoder=True)._attn_implementation != _NAME:
             raise Unsupported(f"{name} does not let its attention implementation be set; use the model's own cache")
 
-    def run(self, step: Step, wanted: Tensor) -> Tensor:
-        """Logits float32 [len(wanted), V] of the tokens at these places of the step. Pages are stored, sealed and read on the way."""
+    def run(self, step: Step) -> Result:
+        """Compute all tokens of the step, and logits of the last ones. Pages are stored, sealed and read on the way."""
         seen = _Seen(step)
+        step.begin()
         with torch.inference_mode():
             out = self.model(
-                input_ids=step.tokens[None], position_ids=step.positions[None], use_cache=False, logits_to_keep=wanted,
+                input_ids=step.tokens[None], position_ids=step.positions[None], use_cache=False, logits_to_keep=step.last_tokens,
                 **{_STEP: seen},
             )  # fmt: skip
         if seen.layers != len(self.specs):
             raise Unsupported(
                 f"{type(self.model).__name__}: {seen.layers} of {len(self.specs)} layers asked kvarto for attention; use the model's own cache"
             )
-        logits: Tensor = out.logits[0].float()
-        return logits
+        return Result(out.logits[0].float(), step.finish())
 
 
 class _Seen:

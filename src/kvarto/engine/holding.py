@@ -65,10 +65,13 @@ class Placement:
 
 
 class Scratch:
-    """Addresses for raw pages of one layer that live no longer than its part of a step: `capacity_pages` from `start` on, in units."""
+    """Addresses for raw pages of one layer that live no longer than its part of a step: `capacity_pages` from `start` on, in units.
+
+    The first one is always there, for tokens that nobody wants.
+    """
 
     def __init__(self, start: int, page_units: dict[int, int], capacity_pages: int) -> None:
-        self._start, self._page_units, self._capacity = start, page_units, capacity_pages
+        self.start, self._page_units, self._capacity = start, page_units, capacity_pages
         self.clear()
 
     def clear(self) -> None:
@@ -80,7 +83,7 @@ class Scratch:
         number = self._used[kind]
         assert number < self._capacity, "a step fills more pages than it has tokens for"
         self._used[kind] = number + 1
-        return self._start + number * self._page_units[kind]
+        return self.start + number * self._page_units[kind]
 
 
 class Holding:
