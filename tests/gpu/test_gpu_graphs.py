@@ -85,6 +85,7 @@ def test_replayed_steps(formats: list[str]) -> None:
     got, engine = run(model, formats, graphs=True)
     assert plain.graphs.replays == 0
     assert engine.graphs.why_not is None
-    assert engine.graphs.replays > 20
+    # Two formats at once are not replayed, only what is left when one of them has ended.
+    assert engine.graphs.replays > (20 if len(formats) == 1 else 5)
     for one, other in zip(got, expected, strict=True):
         assert one == pytest.approx(other, abs=CLOSE)

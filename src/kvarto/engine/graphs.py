@@ -55,7 +55,7 @@ class Graphs:
         policies = {work.request.policy for work in works}
         if len(policies) > 1 or not all(layer.pages.replayable for layer in self._layers(*policies)):
             return None
-        columns = max(len(table) for work in works for table in work.request.holding.tables.values())
+        columns = max(work.request.holding.columns(1) for work in works)
         return Shape(policies.pop(), _rows(len(works)), _power_of_2(max(columns, _LEAST_COLUMNS)))
 
     @property

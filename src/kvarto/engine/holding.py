@@ -277,6 +277,11 @@ class Holding:
                     self._drop(group.sealed, page)
             self._left[group.sealed] = first
 
+    def columns(self, count: int) -> int:
+        """How wide its widest table is once there are `count` tokens more, at most; a power of two."""
+        pages, _ = self._pages_after(count)
+        return max(1 << (pages - 1).bit_length(), *(len(table) for table in self.tables.values()))
+
     # ---- tables ----------------------------------------------------------------------------------------------------
 
     def _put(self, kind: int, page: int, piece: Piece) -> None:
