@@ -11,6 +11,7 @@ GPU_PYTHON ?= python3
 GPU_WORKERS ?= 12
 GPU_ENV := PYTHONPATH=$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}
 GPU_SANITIZE := ragged_lengths and (int4 or int3 or kivi2 or int8 or fp8) or several or prefill or rules or other_geometries
+GPU_SANITIZED := tests/gpu/test_gpu_attend.py tests/unit/kernels/test_triton_seal.py
 
 .DEFAULT_GOAL := help
 .PHONY: help run test test-slow test-models check format bench gpu gpu-sanitize golden clean browser
@@ -61,10 +62,11 @@ gpu:  ## kernels on an NVIDIA GPU: tests, then a quick benchmark (GPU_PYTHON=a P
 	$(GPU_ENV) $(GPU_PYTHON) benchmarks/attention_gpu.py --quick
 
 # Without torch's caching allocator every tensor is an allocation of its own, so that a step beyond one is seen; graphs cannot be captured then.
+# The first run compiles, in parallel: under the checker that takes many times as long.
 gpu-sanitize:  ## the memory checker of CUDA on a small selection of the GPU tests
-	OMP_NUM_THREADS=1 PYTORCH_NO_CUDA_MEMORY_CACHING=1 KVARTO_GPU_LONG=3000 $(GPU_ENV) \
-	compute-sanitizer --tool memcheck --target-processes all --error-exitcode 9 \
-	$(GPU_PYTHON) -m pytest -n $(GPU_WORKERS) -q -W default -k "$(GPU_SANITIZE)" tests/gpu/test_gpu_attend.py tests/unit/kernels/test_triton_seal.py
+	OMP_NUM_THREADS=1 $(GPU_ENV) $(GPU_PYTHON) -m pytest -n $(GPU_WORKERS) -q -W default -k "$(GPU_SANITIZE)" $(GPU_SANITIZED)
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 KVARTO_GPU_LONG=3000 $(GPU_ENV) compute-sanitizer --tool memcheck --error-exitcode 9 \
+	$(GPU_PYTHON) -m pytest -n 0 -v -W default -k "$(GPU_SANITIZE)" $(GPU_SANITIZED)
 
 golden: $(READY)  ## write the golden page of each codec that has none yet
 	$(BIN)/python tests/golden/write.py

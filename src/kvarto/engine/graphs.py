@@ -91,7 +91,8 @@ class Graphs:
             torch.cuda.current_stream(self._device).wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
             self._pool = self._pool or torch.cuda.graph_pool_handle()
-            with torch.cuda.graph(graph, pool=self._pool):
+            # What other threads do with the device meanwhile must not end the recording.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 result = self._forward.run(step)
         except RuntimeError as error:
             torch.cuda.synchronize(self._device)  # a device that is lost fails again here
