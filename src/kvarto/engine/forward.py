@@ -35,6 +35,7 @@ class Forward:
             )
         self.specs: list[LayerSpec] = planned
         self.model, self.vocabulary = model, int(model.config.get_text_config(decoder=True).vocab_size)
+        self.logits_dtype = model.dtype  # in which the model gave its last logits
         AttentionInterface.register(_NAME, _attention)
         AttentionMaskInterface.register(_NAME, _no_mask)
         model.set_attn_implementation(_NAME)
@@ -53,6 +54,7 @@ class Forward:
             raise Unsupported(
                 f"{type(self.model).__name__}: {seen.layers} of {len(self.specs)} layers asked kvarto for attention; use the model's own cache"
             )
+        self.logits_dtype = out.logits.dtype
         logits: Tensor = out.logits[0].float()
         return logits
 

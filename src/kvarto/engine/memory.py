@@ -84,15 +84,14 @@ class Memory:
         self, specs: Sequence[LayerSpec], policies: Sequence[Policy], compute: Compute, *,
         budget_bytes: int, step_tokens: int, poison: bool = False,
     ) -> None:  # fmt: skip
-        self.step_tokens = step_tokens
+        self.step_tokens, self.page_tokens = step_tokens, specs[0].geometry.page_tokens
         plans = [_Plan(specs, policy, compute) for policy in policies]
         kinds: list[tuple[int, int]] = []
         for plan in plans:
             plan.choose_kinds(kinds)
         self.arena = Arena(budget_bytes, [layers * page_bytes for layers, page_bytes in kinds])
         self.prefixes = PrefixCache(self.arena, move=self._move, freed=self._poison if poison else _ignore)
-        page_tokens = specs[0].geometry.page_tokens
-        scratch_pages = step_tokens // page_tokens
+        scratch_pages = step_tokens // self.page_tokens
         scratch = max(
             (scratch_pages + len(group)) * group[0].raw_layout.nbytes
             for plan in plans
@@ -114,8 +113,12 @@ class Memory:
         counts = self._blocks(request.policy, request.most_tokens, 1)
         if self.arena.fits(counts):
             return None
-        needed = sum(count * self.arena.block_bytes(kind) for kind, count in counts.items())
-        return f"{request.most_tokens} tokens need {needed} bytes of cache, of {self.arena.nbytes}"
+        return f"{request.most_tokens} tokens need {self._bytes_of(counts)} bytes of cache, of {self.arena.nbytes}"
+
+    def has_room(self, request: Request) -> bool:
+        """It could run to its end beside what is held now, as far as bytes say."""
+        needed = self._bytes_of(self._blocks(request.policy, request.most_tokens, 1))
+        return needed <= self.arena.nbytes - self.prefixes.held_bytes
 
     def capacity_tokens(self, policy: int, sequences: int = 1) -> int:
         """How many tokens each of so many sequences under a policy can have, if nothing else is in memory; ENDLESS - 1 if of any length."""
@@ -132,6 +135,9 @@ class Memory:
         for group in self.offers[policy].groups:
             counts |= group.most_blocks(tokens, self.step_tokens, sequences)
         return counts
+
+    def _bytes_of(self, counts: dict[int, int]) -> int:
+        return sum(count * self.arena.block_bytes(kind) for kind, count in counts.items())
 
     def _view(self, offset: int, nbytes: int) -> Tensor:
         """uint8 [addresses, nbytes]: the bytes from `offset` behind each address on."""
