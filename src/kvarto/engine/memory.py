@@ -104,9 +104,10 @@ class Memory:
         page_units = {kind: page_bytes // UNIT_BYTES for kind, (_, page_bytes) in enumerate(kinds)}
         self.scratch = Scratch(self.arena.nbytes // UNIT_BYTES, page_units, scratch_pages)
 
-    def begin(self, request: Request) -> Holding:
-        """Open the books of a request. Prefixes are shared by policy and by the request's own identity."""
-        return Holding(self.prefixes, (request.policy, request.identity), self.offers[request.policy].groups)
+    def begin(self, request: Request, *, keep: bool = True) -> Holding:
+        """Open the books of a request. Prefixes are shared by policy and by the request's own identity; `keep`: they should outlive it."""
+        groups = self.offers[request.policy].groups
+        return Holding(self.prefixes, (request.policy, request.identity), groups, keep=keep)
 
     def why_not(self, request: Request) -> str | None:
         """Why a request could never run to its end, or None."""

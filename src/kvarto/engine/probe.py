@@ -11,7 +11,8 @@ What is kept   at most MOST_POSITIONS positions of a request, evenly spread over
 Who is chosen  by a hash of the request's id: the same ones each time the same requests come in the same order, whatever their timing.
 What it costs  Nothing if the share is 0: no bf16 pages are set up then. Otherwise a read of prompt and text, in forward passes of its own, so that no
                client's numbers depend on it. While there are clients a pass has at most a page of tokens, and the probe takes at most BUSY_SHARE of
-               the time. Its pages are bf16's, as if a request had come, so prefixes are shared with bf16 requests and other probes of the tenant.
+               the time. Its pages are bf16's, shared with bf16 requests and other probes of the tenant; those that no request used are the first to
+               go when memory is wanted, and never to another tier.
 What goes first   It begins only when its pages fit beside what is held, stands still while a request waits for memory, and lets go of all it has when
                somebody needs it (*skipped* again); it is no part of what a closing engine finishes.
 
@@ -283,7 +284,7 @@ class Probe:
         if self._memory.why_not(job.request) or not self._memory.has_room(job.request):
             self.outcomes[job.policy, "skipped"] += 1
             return False
-        job.request.holding = self._memory.begin(job.request)
+        job.request.holding = self._memory.begin(job.request, keep=False)
         job.request.holding.find(job.request.tokens[: job.trace.places[0] + 1])
         self._running = job
         return True

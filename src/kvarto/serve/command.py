@@ -107,7 +107,9 @@ def describe(engine: Engine) -> list[str]:
             + ("" if number else " (the default)")
         )
     if core.probe is not None:
-        lines.append(f"  {core.probe.share:.3g} of the requests in other formats are read again in {BASELINE}")
+        lines.append(
+            f"  probe: {100 * core.probe.share:.3g} % of the requests in other formats are read again in {BASELINE}"
+        )
     return lines
 
 
