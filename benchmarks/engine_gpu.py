@@ -33,7 +33,6 @@ WARM_STEPS = 3
 
 def fill(engine: Any, request: Any, noise: tuple[torch.Tensor, torch.Tensor]) -> None:
     """All tokens of the request but the last are held, as keys and values of noise, bfloat16 [tokens of a step, Hkv, D]."""
-    from kvarto.engine.plan import StepPlan
     from kvarto.engine.scheduler import Work
     from kvarto.engine.step import Step
 
@@ -45,7 +44,7 @@ def fill(engine: Any, request: Any, noise: tuple[torch.Tensor, torch.Tensor]) ->
             raise SystemExit(
                 f"{len(engine.scheduler.running)} sequences fill the memory: that is fewer than was promised"
             )
-        step = Step(memory, StepPlan([work], [offer.groups for offer in memory.offers], memory.scratch), engine.device)
+        step = Step(memory, memory.plan([work]), engine.device)
         for layer in range(len(memory.offers[0].layers)):
             step.store(layer, *(x[: work.count] for x in noise))
         request.holding.commit(request.tokens)

@@ -309,6 +309,16 @@ def serve(
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: all.")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:0 ...")] = "cpu",
     drain_seconds: Annotated[float, typer.Option(min=0, help="How long SIGTERM lets requests finish.")] = 60.0,
+    probe_share: Annotated[
+        float,
+        typer.Option(
+            help="Share of the requests that are read again in bf16, to measure what their format does. Default: none."
+        ),
+    ] = 0.0,
+    probe_threshold: Annotated[
+        float | None,
+        typer.Option(help="Mean KL in nats above which requests that name no format get bf16. Default: never."),
+    ] = None,
 ) -> None:
     """Serve a model over HTTP, as OpenAI's interface: completions, chat, streams, tools, JSON schemas, metrics. Ctrl-C ends it."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in `study`
@@ -335,6 +345,8 @@ def serve(
             threads=threads,
             device=device,
             drain_seconds=drain_seconds,
+            probe_share=probe_share,
+            probe_threshold=probe_threshold,
         )
     )
 

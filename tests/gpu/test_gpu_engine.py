@@ -13,7 +13,6 @@ from torch import Tensor
 
 from kvarto.attention import LayerSpec, PagedKV
 from kvarto.engine.memory import Compute, Memory
-from kvarto.engine.plan import StepPlan
 from kvarto.engine.request import Request, Sampling
 from kvarto.engine.scheduler import Work
 from kvarto.engine.step import Step
@@ -50,9 +49,8 @@ class Sequence:
 
 
 def step_of(memory: Memory, works: list[Work]) -> Step:
-    groups = [offer.groups for offer in memory.offers]
     aside = torch.cuda.Stream() if HAS_GPU else None
-    step = Step(memory, StepPlan(works, groups, memory.scratch), torch.device(DEVICE), aside)
+    step = Step(memory, memory.plan(works), torch.device(DEVICE), aside)
     step.begin()
     return step
 

@@ -66,11 +66,15 @@ class HoldingMachine(RuleBasedStateMachine):
 
     # ---- requests --------------------------------------------------------------------------------------------------
 
-    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=MOST_TOKENS), shared=st.integers(0, MOST_TOKENS - 1))
-    def arrive(self, tokens: list[int], shared: int) -> None:
+    @rule(
+        tokens=st.lists(st.integers(0, 1), min_size=1, max_size=MOST_TOKENS),
+        shared=st.integers(0, MOST_TOKENS - 1),
+        keep=st.booleans(),
+    )
+    def arrive(self, tokens: list[int], shared: int, keep: bool) -> None:
         """A request whose prompt begins as many others do."""
         tokens = [*LONG[:shared], *tokens][:MOST_TOKENS]
-        self.requests.append(Request(Holding(self.cache, "model", self.groups), tokens))
+        self.requests.append(Request(Holding(self.cache, "model", self.groups, keep=keep), tokens))
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data(), most=st.integers(1, STEP_TOKENS))

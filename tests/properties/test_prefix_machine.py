@@ -115,14 +115,14 @@ class PrefixMachine(RuleBasedStateMachine):
             sequence.held += [self.cache.hold(piece) for piece in node.pieces.values()]
 
     @precondition(lambda self: self.sequences)
-    @rule(data=st.data())
-    def depart(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), keep=st.booleans())
+    def depart(self, data: st.DataObject, keep: bool) -> None:
         sequence = self.sequences.pop(data.draw(st.integers(0, len(self.sequences) - 1)))
         for piece in sequence.own:
             self.cache.release(piece)
             del self.contents[piece]
         for piece in reversed(sequence.held):
-            self.cache.release(piece)
+            self.cache.release(piece, keep=keep)
         for node in reversed(sequence.nodes):
             self.cache.leave(node)
         self.cache.leave(sequence.root)

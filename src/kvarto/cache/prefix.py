@@ -35,7 +35,10 @@ class Node:
 
 @dataclass(eq=False, slots=True)
 class Piece:
-    """A block of a kind with `holders`; `node`: whose page it is, None while nobody but its holder may know; `since`: when it was let go of."""
+    """A block of a kind with `holders`; `node`: whose page it is, None while nobody but its holder may know.
+
+    since   when somebody let go of it who wants it kept; 0: nobody has
+    """
 
     kind: int
     block: int
@@ -130,8 +133,9 @@ class PrefixCache:
 
     @property
     def idle(self) -> list[Piece]:
-        """All that nobody holds, the least recently used first."""
-        return sorted((piece for idle in self._idle for piece in idle.values()), key=lambda piece: piece.since)
+        """All that nobody holds and somebody wanted kept, the least recently used first."""
+        wanted = (piece for idle in self._idle for piece in idle.values() if piece.since)
+        return sorted(wanted, key=lambda piece: piece.since)
 
     def enter(self, parent: Node, tokens: tuple[int, ...]) -> Node:
         """One more sequence goes through the page of `tokens` behind `parent`."""
@@ -174,18 +178,22 @@ class PrefixCache:
         piece.holders += 1
         return piece
 
-    def release(self, piece: Piece) -> None:
-        """One holder fewer; without any a piece of no node is gone, and one of a node may go."""
+    def release(self, piece: Piece, *, keep: bool = True) -> None:
+        """One holder fewer; without any a piece of no node is gone, and one of a node may go: first of all if no holder said `keep`."""
         piece.holders -= 1
+        keep = keep or piece.since > 0
+        if keep:
+            self._clock += 1
+            piece.since = self._clock
         if piece.holders == 0:
             self.released += 1
             self._held_in[self.arena.extent_of(piece.block)] -= 1
             if piece.node is None:
                 self._free(piece)
                 return
-            self._clock += 1
-            piece.since = self._clock
             self._idle[piece.kind][piece.block] = piece
+            if not keep:
+                self._idle[piece.kind].move_to_end(piece.block, last=False)
 
     @property
     def held_bytes(self) -> int:
@@ -268,7 +276,7 @@ class PrefixCache:
     def _drop(self, piece: Piece) -> None:
         """Forget an idle piece."""
         assert piece.node is not None, "an idle piece has a node"
-        if self.below is not None:
+        if self.below is not None and piece.since:
             self.below.save(piece)
         del self._idle[piece.kind][piece.block], piece.node.pieces[piece.kind]
         self._prune(piece.node)

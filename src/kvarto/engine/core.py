@@ -8,10 +8,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 
 from kvarto.cache.tiers import Tiers
@@ -20,6 +19,7 @@ from kvarto.engine.graphs import Graphs
 from kvarto.engine.memory import Compute, Memory
 from kvarto.engine.offload import Offload
 from kvarto.engine.plan import StepPlan
+from kvarto.engine.probe import Probe, Probing
 from kvarto.engine.request import Finish, Request
 from kvarto.engine.sampling import Choice, choose
 from kvarto.engine.scheduler import Scheduler, Work
@@ -50,6 +50,7 @@ class Options:
     step_tokens    most tokens of a step; most_running: most requests of a step
     kernel         a name, or None for the best one
     tiers          where blocks go that leave the memory, if anywhere; `identity` says then whose they are: the model, weights and all
+    probe          which requests are read again in bf16, to see what their format did to them
     poison         freed memory becomes NaN, for tests
     graphs         on a GPU decode steps are replayed as CUDA graphs where they can be (graphs.py)
 
@@ -62,6 +63,7 @@ class Options:
     kernel: str | None = None
     tiers: Tiers | None = None
     identity: str = ""
+    probe: Probing = field(default_factory=Probing)
     poison: bool = False
     graphs: bool = True
 
@@ -74,24 +76,32 @@ class Options:
 
 
 class EngineCore:
-    """A model under some policies. Raises Unsupported or UsageError when the model, a policy or the budget cannot be served."""
+    """A model under some policies, those offered; its own `policies` have bf16 too if the probe needs it.
+
+    Raises Unsupported or UsageError when the model, a policy or the budget cannot be served.
+    """
 
     def __init__(self, model: Any, policies: Sequence[Policy], options: Options) -> None:
         self.forward, self.device = Forward(model), model.device
+        self.policies = options.probe.held(policies)
         compute, step_tokens = Compute(model.dtype, model.device, options.kernel), options.step_tokens
+        self._step_tokens = step_tokens
         self.memory = Memory(
-            self.forward.specs, policies, compute,
+            self.forward.specs, self.policies, compute,
             budget_bytes=options.memory_bytes, step_tokens=step_tokens, poison=options.poison,
         )  # fmt: skip
         self.offload = None if options.tiers is None else Offload(self.memory, options.tiers, options.identity)
         self.memory.prefixes.below = self.offload
+        self.probe: Probe | None = None
+        if options.probe.share:
+            self.probe = Probe(self.memory, self.forward, self.device, policies, options.probe)
         self.scheduler = Scheduler(
             self.memory.begin,
             lambda: self.memory.prefixes.released,
             step_tokens=step_tokens,
             most_running=options.most_running,
+            give_way=(lambda: False) if self.probe is None else self.probe.give_way,
         )
-        self._groups = [offer.groups for offer in self.memory.offers]
         self._aside = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self.graphs = Graphs(self.forward, self.memory, self.device, self._aside)
         if not options.graphs:
@@ -116,20 +126,31 @@ class EngineCore:
         """Raises UsageError as `why_not`."""
         if error := self.why_not(request):
             raise error
+        self.admit(request)
+
+    def admit(self, request: Request) -> None:
+        """As `add`, for one that can be served."""
+        if self.probe is not None:
+            self.probe.admit(request)
         self.scheduler.add(request)
 
     def abort(self, request: Request) -> None:
         """Nobody wants it any more: what it holds is free at once. Nothing happens if it is over."""
-        self.scheduler.remove(request)
-        request.finish = request.finish or Finish.ABORT
+        self._end(request, request.finish or Finish.ABORT)
 
     @property
     def idle(self) -> bool:
-        """Nobody is here."""
-        return not self.scheduler.running and not self.scheduler.waiting
+        """Nobody is here, and nothing is left to be read again."""
+        return not self._has_requests and (self.probe is None or self.probe.idle)
+
+    @property
+    def _has_requests(self) -> bool:
+        return bool(self.scheduler.running or self.scheduler.waiting)
 
     def step(self) -> list[Output]:
         """Compute a step. An error of the model ends the requests of this step, and not the engine."""
+        if self.probe is not None:  # before the step, so that no token waits for it that is there
+            self.probe.step(self._step_tokens, busy=self._has_requests, starved=self.scheduler.starved)
         works = self.scheduler.schedule()
         if not works:
             return self._unstick()
@@ -138,7 +159,7 @@ class EngineCore:
         for work in works:
             work.request.began_seconds = work.request.began_seconds or now
         try:
-            plan = StepPlan(works, self._groups, self.memory.scratch, self.graphs.shape_of(works))
+            plan = self.memory.plan(works, shape=self.graphs.shape_of(works))
             result = self._run(plan)
             broken = _broken(plan, result)
         except (RuntimeError, KvartoError) as error:
@@ -154,8 +175,10 @@ class EngineCore:
                 work.request.holding.commit(work.request.tokens)
         outputs = [self._fail(work.request, _NOT_FINITE) for work in broken]
         # A slice where nobody is left out: a list of rows would have to be sent.
-        wanted = result.logits[: len(rows)] if rows == [*range(len(rows))] else result.logits[rows]
-        choices = choose(wanted, sampled) if sampled else []
+        logits = result.logits[: len(rows)] if rows == [*range(len(rows))] else result.logits[rows]
+        if self.probe is not None:
+            self.probe.watch(sampled, logits)
+        choices = choose(logits, sampled) if sampled else []
         return outputs + [
             self._fail(request, choice.error) if choice.error else self._accept(request, choice)
             for request, choice in zip(sampled, choices, strict=True)
@@ -169,7 +192,7 @@ class EngineCore:
 
     def _unstick(self) -> list[Output]:
         """Nobody could go on. Once that is so because the last one that ran was preempted; then the first that waits has all memory for itself."""
-        self._empty_steps += not self.idle
+        self._empty_steps += self._has_requests
         if self._empty_steps < _MOST_EMPTY_STEPS or not self.scheduler.waiting:
             return []
         self._empty_steps = 0
@@ -181,17 +204,26 @@ class EngineCore:
         sampling = request.sampling
         stops = choice.token in sampling.stop_token_ids or (choice.token in self.eos_tokens and not sampling.ignore_eos)
         if stops:
-            request.finish = Finish.STOP
+            self._end(request, Finish.STOP)
         elif len(request.tokens) >= request.most_tokens:
-            request.finish = Finish.LENGTH
-        if request.finish:
-            self.scheduler.remove(request)
+            self._end(request, Finish.LENGTH)
         return Output(request, choice, request.finish)
 
     def _fail(self, request: Request, reason: str) -> Output:
-        request.finish = Finish.ERROR
-        self.scheduler.remove(request)
+        self._end(request, Finish.ERROR)
         return Output(request, finish=Finish.ERROR, error=reason)
+
+    def _end(self, request: Request, finish: Finish) -> None:
+        """It lets go of what it holds; the probe may take it from here."""
+        request.finish = finish
+        self.scheduler.remove(request)
+        if self.probe is not None:
+            self.probe.ended(request)
+
+    def stop_probing(self) -> None:
+        """What is not read again yet never will be."""
+        if self.probe is not None:
+            self.probe.close()
 
     def close(self) -> None:
         """Nobody will come any more; what the tiers can keep for the next engine goes there."""
@@ -207,9 +239,7 @@ class EngineCore:
 
 def _broken(plan: StepPlan, result: Result) -> list[Work]:
     """Those whose keys or values were not finite in some layer. Waits for the device."""
-    if result.largest is None:
-        return []
-    return plan.works_of(np.flatnonzero(~np.isfinite(result.largest.cpu().numpy())))
+    return plan.works_of(result.not_finite())
 
 
 def _eos_tokens(model: Any) -> frozenset[int]:

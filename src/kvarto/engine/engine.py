@@ -65,10 +65,11 @@ def open_tiers(
 class Ask:
     """What is asked for: a text or tokens to go on from, and how.
 
-    kv         the format of its cache, None for the engine's first one
+    kv         the format of its cache; None for the engine's first one, or for bf16 where the quality probe found that one too bad
     identity   whose prefixes it may share: a tenant's salt, or None for everybody's
     priority   lower goes first
     guide      what may be generated, or None for everything
+    probed     it may be among those that the quality probe reads again
     """
 
     prompt: str | Sequence[int]
@@ -77,6 +78,7 @@ class Ask:
     identity: str | None = None
     priority: int = 0
     guide: Guide | None = None
+    probed: bool = True
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,9 @@ class Engine:
     memory    bytes for keys and values, such as "8GiB"
     tiers     where pages go that leave the memory (`open_tiers`); the engine closes them
     most_waiting   more requests than that are refused with Overloaded
-    options   of `core.Options`: step_tokens, most_running, kernel
+    options   of `core.Options`: step_tokens, most_running, kernel, probe
+
+    `formats` are those offered, the first one that of requests that name none; `held`: these, and bf16 if the probe alone needs it.
 
     Raises what load, EngineCore and parse_policy raise. Close it, or use it in a `with`.
     """
@@ -154,6 +158,7 @@ class Engine:
         try:
             chosen = Options(parse_bytes(memory), tiers=tiers, identity=self.loaded.identity, **options)
             self.core = EngineCore(self.loaded.model, policies, chosen)
+            self.held = [str(policy) for policy in self.core.policies]
         except BaseException:
             if tiers is not None:
                 tiers.close()
@@ -273,6 +278,7 @@ class Engine:
         with self._change:
             self._closing = True
             self._change.notify()
+        self._tell(self.core.stop_probing)
         if drain:
             self._thread.join(timeout_seconds)
         self._tell(self._abort_all)
@@ -297,18 +303,28 @@ class Engine:
             raise UnknownName("kv_format", kv, self.formats)
         return self.formats.index(name)
 
+    def route(self, policy: int, prompt_tokens: int, max_tokens: int) -> int:
+        """The format for a request that named none and would get `policy`: bf16 if the probe found that too bad here, and it fits."""
+        probe = self.core.probe
+        if probe is None or not probe.routes(policy, prompt_tokens):
+            return policy
+        return probe.baseline if prompt_tokens + max_tokens <= self.offers[probe.baseline].most_tokens else policy
+
     def _ticket(self, ask: Ask, deliver: Callable[[Delta], None]) -> Ticket:
-        prompt, sampling, policy = ask.prompt, ask.sampling, self.policy_of(ask.kv)
+        prompt, sampling = ask.prompt, ask.sampling
         tokens = list(self.tokenizer(prompt)["input_ids"]) if isinstance(prompt, str) else list(prompt)
-        request = Request(
-            f"request-{next(self._names)}", tokens, sampling, policy, ask.identity, ask.priority, ask.guide
-        )
+        if ask.kv is None:
+            policy = self.route(0, len(tokens), sampling.max_tokens)
+        else:
+            policy = self.held.index(ask.kv) if ask.kv in self.held else self.policy_of(ask.kv)
+        name = f"request-{next(self._names)}"
+        request = Request(name, tokens, sampling, policy, ask.identity, ask.priority, ask.guide, ask.probed)
         if error := self.core.why_not(request):
             raise error
         text = None if self.tokenizer is None else TextStream(self.tokenizer, sampling.stop)
         if text is None and sampling.stop:
             raise UsageError("stop", "no stop strings, since this engine has no tokenizer", sampling.stop)
-        return Ticket(request, deliver, text, self.formats[policy])
+        return Ticket(request, deliver, text, self.held[policy])
 
     def _hand_over(self, tickets: Sequence[Ticket], *, limited: bool = True) -> None:
         with self._change:
@@ -362,7 +378,7 @@ class Engine:
             self._handed -= 1
         if ticket.request.finish is None:  # else it was aborted before it began
             self._tickets[ticket.request] = ticket
-            self.core.scheduler.add(ticket.request)
+            self.core.admit(ticket.request)
 
     def _abort(self, ticket: Ticket) -> None:
         self._tickets.pop(ticket.request, None)

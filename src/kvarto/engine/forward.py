@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -26,10 +27,16 @@ _STEP = "kvarto_step"
 
 @dataclass(frozen=True)
 class Result:
-    """Of a step: logits float32 [len(last_tokens), V]; the largest magnitude of each token's keys and values as `Step.finish` gives it."""
+    """Of a step: logits float32 [n, V] of the tokens wanted; the largest magnitude of each token's keys and values as `Step.finish` gives it."""
 
     logits: Tensor
     largest: Tensor | None
+
+    def not_finite(self) -> Any:
+        """Tokens of the step whose keys or values were not finite in some layer, int64 [n] of numpy. Waits for the device."""
+        if self.largest is None:
+            return np.zeros(0, np.int64)
+        return np.flatnonzero(~np.isfinite(self.largest.cpu().numpy()))
 
 
 class Forward:
@@ -44,6 +51,7 @@ class Forward:
             )
         self.specs: list[LayerSpec] = planned
         self.model, self.vocabulary = model, int(model.config.get_text_config(decoder=True).vocab_size)
+        self.logits_dtype = model.dtype  # in which the model gave its last logits
         AttentionInterface.register(_NAME, _attention)
         AttentionMaskInterface.register(_NAME, _no_mask)
         model.set_attn_implementation(_NAME)
@@ -51,18 +59,19 @@ class Forward:
             raise Unsupported(f"{name} does not let its attention implementation be set; use the model's own cache")
 
     def run(self, step: Step) -> Result:
-        """Compute all tokens of the step, and logits of the last ones. Pages are stored, sealed and read on the way."""
+        """Compute all tokens of the step, and logits of those that are wanted. Pages are stored, sealed and read on the way."""
         seen = _Seen(step)
         step.begin()
         with torch.inference_mode():
             out = self.model(
-                input_ids=step.tokens[None], position_ids=step.positions[None], use_cache=False, logits_to_keep=step.last_tokens,
+                input_ids=step.tokens[None], position_ids=step.positions[None], use_cache=False, logits_to_keep=step.wanted,
                 **{_STEP: seen},
             )  # fmt: skip
         if seen.layers != len(self.specs):
             raise Unsupported(
                 f"{type(self.model).__name__}: {seen.layers} of {len(self.specs)} layers asked kvarto for attention; use the model's own cache"
             )
+        self.logits_dtype = out.logits.dtype
         return Result(out.logits[0].float(), step.finish())
 
 

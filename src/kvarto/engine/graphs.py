@@ -50,7 +50,7 @@ class Graphs:
 
     def shape_of(self, works: Sequence[Work]) -> Shape | None:
         """The shape in which a step can be replayed, or None if it cannot."""
-        if self.why_not is not None or any(work.count != 1 for work in works):
+        if self.why_not is not None or not all(work.count == 1 and work.samples for work in works):
             return None
         policies = {work.request.policy for work in works}
         if len(policies) > 1 or not all(layer.pages.replayable for layer in self._layers(*policies)):
@@ -79,9 +79,8 @@ class Graphs:
 
     def _record(self, shape: Shape) -> bool:
         """On padding alone, so that what is computed beforehand leaves nothing behind."""
-        begin, scratch = time.monotonic(), self._memory.scratch
-        groups = [offer.groups for offer in self._memory.offers]
-        step = Step(self._memory, StepPlan([], groups, scratch, shape), self._device, self._aside)
+        begin = time.monotonic()
+        step = Step(self._memory, self._memory.plan([], shape=shape), self._device, self._aside)
         try:
             stream = torch.cuda.Stream(self._device)
             stream.wait_stream(torch.cuda.current_stream(self._device))

@@ -87,9 +87,10 @@ class Scratch:
 
 
 class Holding:
-    """The books of one sequence. `identity`: what its prefixes may be shared with (model, policy, tenant)."""
+    """The books of one sequence. `identity`: what its prefixes may be shared with (model, policy, tenant); `keep`: its pages should outlive it."""
 
-    def __init__(self, cache: PrefixCache, identity: Hashable, groups: Sequence[Group]) -> None:
+    def __init__(self, cache: PrefixCache, identity: Hashable, groups: Sequence[Group], *, keep: bool = True) -> None:
+        self._keep = keep
         self._cache, self.groups, self._page_tokens = cache, groups, groups[0].rule.page_tokens
         self.length = 0
         self._root = cache.root(identity)
@@ -289,7 +290,7 @@ class Holding:
         self._table(kind, page + 1)[page] = piece.block
 
     def _drop(self, kind: int, page: int) -> None:
-        self._cache.release(self._held[kind].pop(page))
+        self._cache.release(self._held[kind].pop(page), keep=self._keep)
         if page < len(self.tables[kind]):
             self.tables[kind][page] = -1
 

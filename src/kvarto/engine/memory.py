@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING
 from kvarto.cache.arena import UNIT_BYTES, Arena
 from kvarto.cache.prefix import PrefixCache
 from kvarto.engine.holding import Group, Holding, Scratch
+from kvarto.engine.plan import Shape, StepPlan
 from kvarto.engine.request import Request
+from kvarto.engine.scheduler import Work
 from kvarto.formats import Format, Policy, raw_format
 from kvarto.jit import torch
 from kvarto.layer_pages import LayerPages, LayerSpec
@@ -84,15 +86,14 @@ class Memory:
         self, specs: Sequence[LayerSpec], policies: Sequence[Policy], compute: Compute, *,
         budget_bytes: int, step_tokens: int, poison: bool = False,
     ) -> None:  # fmt: skip
-        self.step_tokens = step_tokens
+        self.step_tokens, self.page_tokens = step_tokens, specs[0].geometry.page_tokens
         plans = [_Plan(specs, policy, compute) for policy in policies]
         kinds: list[tuple[int, int]] = []
         for plan in plans:
             plan.choose_kinds(kinds)
         self.arena = Arena(budget_bytes, [layers * page_bytes for layers, page_bytes in kinds])
         self.prefixes = PrefixCache(self.arena, move=self._move, freed=self._poison if poison else _ignore)
-        page_tokens = specs[0].geometry.page_tokens
-        scratch_pages = step_tokens // page_tokens
+        scratch_pages = step_tokens // self.page_tokens
         scratch = max(
             (scratch_pages + len(group)) * group[0].raw_layout.nbytes
             for plan in plans
@@ -105,17 +106,28 @@ class Memory:
         page_units = {kind: page_bytes // UNIT_BYTES for kind, (_, page_bytes) in enumerate(kinds)}
         self.scratch = Scratch(self.arena.nbytes // UNIT_BYTES, page_units, scratch_pages)
 
-    def begin(self, request: Request) -> Holding:
-        """Open the books of a request. Prefixes are shared by policy and by the request's own identity."""
-        return Holding(self.prefixes, (request.policy, request.identity), self.offers[request.policy].groups)
+    def begin(self, request: Request, *, keep: bool = True) -> Holding:
+        """Open the books of a request. Prefixes are shared by policy and by the request's own identity; `keep`: they should outlive it."""
+        groups = self.offers[request.policy].groups
+        return Holding(self.prefixes, (request.policy, request.identity), groups, keep=keep)
+
+    def plan(
+        self, works: Sequence[Work], *, shape: Shape | None = None, wanted: Sequence[int] | None = None
+    ) -> StepPlan:  # fmt: skip
+        """A step of works whose blocks are reserved; see `StepPlan`. The next plan takes its scratch."""
+        return StepPlan(works, [offer.groups for offer in self.offers], self.scratch, shape=shape, wanted=wanted)
 
     def why_not(self, request: Request) -> str | None:
         """Why a request could never run to its end, or None."""
         counts = self._blocks(request.policy, request.most_tokens, 1)
         if self.arena.fits(counts):
             return None
-        needed = sum(count * self.arena.block_bytes(kind) for kind, count in counts.items())
-        return f"{request.most_tokens} tokens need {needed} bytes of cache, of {self.arena.nbytes}"
+        return f"{request.most_tokens} tokens need {self._bytes_of(counts)} bytes of cache, of {self.arena.nbytes}"
+
+    def has_room(self, request: Request) -> bool:
+        """It could run to its end beside what is held now, as far as bytes say."""
+        needed = self._bytes_of(self._blocks(request.policy, request.most_tokens, 1))
+        return needed <= self.arena.nbytes - self.prefixes.held_bytes
 
     def capacity_tokens(self, policy: int, sequences: int = 1) -> int:
         """How many tokens each of so many sequences under a policy can have, if nothing else is in memory; ENDLESS - 1 if of any length."""
@@ -132,6 +144,9 @@ class Memory:
         for group in self.offers[policy].groups:
             counts |= group.most_blocks(tokens, self.step_tokens, sequences)
         return counts
+
+    def _bytes_of(self, counts: dict[int, int]) -> int:
+        return sum(count * self.arena.block_bytes(kind) for kind, count in counts.items())
 
     def _view(self, offset: int, nbytes: int) -> Tensor:
         """uint8 [addresses, nbytes]: the bytes from `offset` behind each address on."""

@@ -57,12 +57,14 @@ class StepPlan:
     """`works` in the order in which their tokens stand; groups[policy] are those of the policy.
 
     tokens, positions   numbers of int64 [T]: what goes into the model, and its places
-    last                number of int64 [n]: where the last token of each sequence stands that can be given a next one; padded, of each row
+    wanted              number of int64 [n]: tokens of the step whose logits are wanted: the last one of each sequence that can be given a next one,
+                        or those that were named; padded, of each row
     ends                of each work, where its tokens end
     """
 
     def __init__(
-        self, works: Sequence[Work], groups: Sequence[Sequence[Group]], scratch: Scratch, shape: Shape | None = None
+        self, works: Sequence[Work], groups: Sequence[Sequence[Group]], scratch: Scratch, *,
+        shape: Shape | None = None, wanted: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
         scratch.clear()
         self.works = sorted(works, key=lambda work: work.request.policy)
@@ -82,8 +84,12 @@ class StepPlan:
         ]
         self.tokens = self._add(np.concatenate([*tokens, spares]))
         self.positions = self._add(np.concatenate([*places, spares]))
-        last = [end - 1 for work, end in zip(self.works, self.ends, strict=True) if work.samples]
-        self.last = self._add(np.arange(shape.rows) if shape else np.array(last, np.int64))
+        if wanted is None:
+            wanted = range(shape.rows) if shape else self._last_tokens()
+        self.wanted = self._add(np.array(wanted, np.int64))
+
+    def _last_tokens(self) -> list[int]:
+        return [end - 1 for work, end in zip(self.works, self.ends.tolist(), strict=True) if work.samples]
 
     def works_of(self, tokens: Any) -> list[Work]:
         """Whose these tokens of the step are, int64 [n]; those of padding are nobody's."""

@@ -92,6 +92,7 @@ class Request:
     identity     whose prefixes it may share: tenant salt, or None for everybody's
     priority     lower goes first; equal ones in the order of arrival
     guide        what may be generated, None: everything
+    probed       it may be among those that the quality probe reads again
     holding      what it holds of the memory while it runs
     began_seconds   time.monotonic() of its first step, None while it waits for it
     """
@@ -103,6 +104,7 @@ class Request:
     identity: Hashable = None
     priority: int = 0
     guide: Guide | None = None
+    probed: bool = True
     prompt_tokens: int = field(init=False)
     seed: int = field(init=False)
     order: int = field(default=0, init=False)

@@ -33,12 +33,15 @@ class Scheduler:
 
     begin      opens the books of a request that is let in
     released   counts what was let go of, ever: who found no room does not look again before it has grown
+    give_way   asked when there is no room, before anybody is preempted or refused: lets go of what no request holds, and says whether it had any
     """
 
     def __init__(
-        self, begin: Callable[[Request], Holding], released: Callable[[], int], *, step_tokens: int, most_running: int
-    ) -> None:
+        self, begin: Callable[[Request], Holding], released: Callable[[], int], *, step_tokens: int, most_running: int,
+        give_way: Callable[[], bool] = lambda: False,
+    ) -> None:  # fmt: skip
         self._begin, self._released, self._step_tokens, self._most_running = begin, released, step_tokens, most_running
+        self._give_way = give_way
         self._refused: tuple[Request, int] | None = None
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -72,7 +75,7 @@ class Scheduler:
                 continue
             _find(request)
             count = min(request.missing, left)
-            while not request.holding.reserve(count):
+            while not self._reserve(request, count):
                 victim = max(self.running, key=lambda other: other.rank)
                 self.preempt(victim)
                 works.pop(victim, None)
@@ -93,7 +96,7 @@ class Scheduler:
             request.holding = self._begin(request)
             found = _find(request)
             count = min(request.missing, left)
-            if not request.holding.reserve(count):
+            if not self._reserve(request, count):
                 request.holding.release()
                 request.holding = None
                 request.cached_tokens -= found
@@ -101,6 +104,16 @@ class Scheduler:
                 return
             self.running.append(self.waiting.pop(0))
             works[request] = Work(request, count)
+
+    def _reserve(self, request: Request, count: int) -> bool:
+        """Blocks for the next tokens of a request that is let in."""
+        reserve = request.holding.reserve
+        return bool(reserve(count) or (self._give_way() and reserve(count)))
+
+    @property
+    def starved(self) -> bool:
+        """The first one that waits found no room."""
+        return bool(self.waiting) and self._refused is not None and self._refused[0] is self.waiting[0]
 
     def _left(self, works: dict[Request, Work]) -> int:
         return self._step_tokens - sum(work.count for work in works.values())

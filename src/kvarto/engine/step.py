@@ -45,9 +45,9 @@ class Step:
         return self._sent(self.plan.positions)
 
     @property
-    def last_tokens(self) -> Tensor:
-        """See `StepPlan.last`."""
-        return self._sent(self.plan.last)
+    def wanted(self) -> Tensor:
+        """See `StepPlan.wanted`."""
+        return self._sent(self.plan.wanted)
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None = None, sinks: Tensor | None = None

@@ -15,6 +15,7 @@ import uvicorn
 from rich.console import Console
 
 from kvarto.engine.engine import Ask, Engine, open_tiers, parse_bytes
+from kvarto.engine.probe import BASELINE, Probing
 from kvarto.engine.request import Sampling
 from kvarto.errors import Unsupported, UsageError
 from kvarto.formats import parse_policy
@@ -28,7 +29,10 @@ _log = logging.getLogger("kvarto.serve")
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """`kv` is the format of requests that name none, `also` are the others offered. `drain_seconds`: how long a signal lets requests finish."""
+    """`kv` is the format of requests that name none, `also` are the others offered. `drain_seconds`: how long a signal lets requests finish.
+
+    `probe_share` and `probe_threshold` are those of `engine.probe.Probing`.
+    """
 
     model: str
     kv: str
@@ -45,6 +49,8 @@ class ServeOptions:
     threads: int | None
     device: str
     drain_seconds: float
+    probe_share: float
+    probe_threshold: float | None
 
 
 def serve_command(options: ServeOptions) -> None:
@@ -53,8 +59,9 @@ def serve_command(options: ServeOptions) -> None:
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    for text in (options.kv, *options.also):  # what is wrong should be said before a model is loaded
-        parse_policy(text)
+    # What is wrong should be said before a model is loaded.
+    probing = Probing(options.probe_share, options.probe_threshold)
+    probing.check([parse_policy(text) for text in (options.kv, *options.also)])
     parse_bytes(options.memory)
     if options.host_memory is not None:
         parse_bytes(options.host_memory, "host_memory")
@@ -71,6 +78,7 @@ def serve_command(options: ServeOptions) -> None:
             most_waiting=options.max_waiting,
             step_tokens=options.step_tokens,
             most_running=options.max_running,
+            probe=probing,
         )
         with engine:
             config = uvicorn.Config(
@@ -98,13 +106,18 @@ def describe(engine: Engine) -> list[str]:
             f"  {offer.name}: {offer.bits_per_number:.2f} bits per number, {room} tokens fit, kernel {offer.kernel_names}"
             + ("" if number else " (the default)")
         )
+    if core.probe is not None:
+        lines.append(
+            f"  probe: {100 * core.probe.share:.3g} % of the requests in other formats are read again in {BASELINE}"
+        )
     return lines
 
 
 def warm_up(engine: Engine) -> None:
     """Let kernels be compiled before the first client waits for them: each format fills a page and reads it. Raises Unsupported if one cannot."""
     tokens = [0] * (PAGE_TOKENS + 1)
-    for done in engine.generate([Ask(tokens, Sampling(max_tokens=2), kv, identity=_log.name) for kv in engine.formats]):
+    asks = [Ask(tokens, Sampling(max_tokens=2), kv, identity=_log.name, probed=False) for kv in engine.held]
+    for done in engine.generate(asks):
         if done.error:
             raise Unsupported(f"format {done.kv} does not run on this machine: {done.error}; serve another one")
 

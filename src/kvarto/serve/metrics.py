@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate, product
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, Info, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from kvarto.engine.engine import Engine
+from kvarto.engine.probe import CONTEXT_NAMES, KL_BOUNDS_NATS, OUTCOMES, Probe
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 # Half a millisecond to 12 minutes, each bound sqrt(2) times the one before: a quantile read from them is off by less than a fifth.
@@ -91,7 +93,7 @@ class _EngineCollector(Collector):
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
-    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+    def collect(self) -> Iterator[Metric]:
         """All of it; the engine goes on meanwhile, so two numbers may be a step apart."""
         core = self._engine.core
         prefixes, total = core.memory.prefixes, core.memory.arena.nbytes
@@ -113,3 +115,34 @@ class _EngineCollector(Collector):
             yield hits
             yield CounterMetricFamily("kvarto_offloaded_bytes", "Bytes that left the pool for a tier", tiers.kept_bytes)
             yield CounterMetricFamily("kvarto_tier_refused", "Blocks that were not what they should be", tiers.refused)
+        if core.probe is not None:
+            yield from _probe_families(core.probe)
+
+
+def _probe_families(probe: Probe) -> Iterator[Metric]:
+    """What the quality probe found, by format and context."""
+    labels = ["kv_format", "context"]
+    kl = HistogramMetricFamily("kvarto_probe_kl", "KL(bf16 || format) of probed positions, in nats", labels=labels)
+    top1 = CounterMetricFamily(
+        "kvarto_probe_top1_agreement", "Probed positions by whether bf16 has the same likeliest token", labels=[*labels, "agrees"]
+    )  # fmt: skip
+    for (policy, context), tally in list(probe.tallies.items()):
+        where, counts = [probe.names[policy], CONTEXT_NAMES[context]], list(accumulate(tally.counts))
+        bounds = [*(f"{bound:.3g}" for bound in KL_BOUNDS_NATS), "+Inf"]
+        kl.add_metric(where, list(zip(bounds, counts, strict=True)), tally.kl_nats)
+        top1.add_metric([*where, "true"], tally.agreed)
+        top1.add_metric([*where, "false"], counts[-1] - tally.agreed)
+    done = CounterMetricFamily(
+        "kvarto_probe_requests", "Requests chosen for the probe, by what became of that", labels=["kv_format", "outcome"]
+    )  # fmt: skip
+    probed = [policy for policy in range(len(probe.names)) if policy != probe.baseline]
+    for policy, outcome in product(probed, OUTCOMES):
+        done.add_metric([probe.names[policy], outcome], probe.outcomes[policy, outcome])
+    yield from (kl, top1, done)
+    if probe.threshold_nats is not None:
+        routed = GaugeMetricFamily(
+            "kvarto_routed_to_bf16", "1: who names no format and would get this one gets bf16", labels=labels
+        )
+        for policy, context in product(probed, range(len(CONTEXT_NAMES))):
+            routed.add_metric([probe.names[policy], CONTEXT_NAMES[context]], (policy, context) in probe.routed)
+        yield routed

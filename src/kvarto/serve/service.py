@@ -59,9 +59,10 @@ class Service:
         wanted = read(CompletionRequest, body)
         offered = self._offered(wanted, header)
         self._check_number("prompt", len(wanted.prompt) * wanted.n)
+        prompts = [self._tokens(prompt) if isinstance(prompt, str) else prompt for prompt in wanted.prompt]
+        offered = self._routed(offered, wanted, header, max(map(len, prompts), default=0), wanted.max_tokens)
         asks = []
-        for prompt in wanted.prompt:
-            tokens = self._tokens(prompt) if isinstance(prompt, str) else prompt
+        for tokens in prompts:
             max_tokens = _fitting(offered, len(tokens), wanted.max_tokens, ("prompt", "max_tokens"))
             asks.append(
                 [
@@ -85,6 +86,7 @@ class Service:
         offered = self._offered(wanted, header)
         self._check_number("n", wanted.n)
         tokens = self._chat_tokens(wanted.messages, wanted.tools if wanted.offered_tools else [])
+        offered = self._routed(offered, wanted, header, len(tokens), wanted.limit)
         max_tokens = _fitting(offered, len(tokens), wanted.limit, ("messages", wanted.limit_field))
         guide = self._guide(wanted)
         asks = [
@@ -163,6 +165,15 @@ class Service:
             return self.engine.offers[self.engine.policy_of(name)]
         except UsageError as error:
             raise UnknownName("kv_format", str(name), self.engine.formats) from error
+
+    def _routed(
+        self, offered: Offered, wanted: Generation, header: str | None, prompt_tokens: int, max_tokens: int | None
+    ) -> Offered:
+        """The format after the quality probe had its say, which it has only where none was named; `prompt_tokens`: of the longest prompt."""
+        if wanted.kv_format is not None or header is not None:
+            return offered
+        policy = self.engine.policy_of(offered.name)
+        return self.engine.offers[self.engine.route(policy, prompt_tokens, max_tokens or 1)]
 
     def _tokens(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return list(self.engine.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])

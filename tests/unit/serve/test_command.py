@@ -39,6 +39,12 @@ def taken() -> Iterator[int]:
             r"host: expected an address of this machine, got no\.such.*",
         ),
         (["--port", "99999"], r"Invalid value for '--port': .*"),
+        (["--probe-share", "2"], r"probe_share: expected 0 to 1, got 2\.0"),
+        (["--probe-threshold", "0.1"], r"probe_threshold: expected a probe_share above 0 with it, got 0\.0"),
+        (
+            ["--probe-share", "1", "--probe-threshold", "0.1", "--also", "int8"],
+            r"probe_threshold: expected bf16 among the formats offered, got int4, int8; add --also bf16",
+        ),
         (["nope", "--port", "0"], r"model: expected one of .*"),
     ],
 )
