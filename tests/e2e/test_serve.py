@@ -155,6 +155,30 @@ def test_a_seed_repeats_and_gives_each_choice_its_own(client: openai.OpenAI) -> 
     assert texts(8)[0] == first[1]
 
 
+def test_a_prompt_s_log_probabilities(client: openai.OpenAI) -> None:
+    """As EleutherAI's harness asks for them, and as vLLM gives them: they are of the same tokens."""
+    asked: Any = {"model": MODEL, "prompt": "The capital of France is Paris", "temperature": 0, "max_tokens": 1}
+    whole = client.completions.create(**asked, echo=True, logprobs=1, extra_body={"prompt_logprobs": 3})
+    (choice,) = whole.choices
+    assert choice.text.startswith("The capital of France is Paris")
+    shown = choice.logprobs
+    assert shown is not None
+    assert shown.tokens is not None
+    assert shown.token_logprobs is not None
+    assert "".join(shown.tokens) == choice.text
+    assert shown.token_logprobs[0] is None
+    assert len(shown.tokens) == len(shown.token_logprobs) == 7
+    assert -3 < shown.token_logprobs[5] < 0, "Paris is likely"
+    assert min(shown.token_logprobs[1:5]) < -3
+    scores = choice.model_dump()["prompt_logprobs"]
+    assert scores[0] is None
+    own = [next(iter(place.values())) for place in scores[1:]]
+    assert [place["decoded_token"] for place in own] == shown.tokens[1:-1]
+    assert [place["logprob"] for place in own] == shown.token_logprobs[1:-1]
+    assert own[-1]["rank"] <= 3
+    assert all(3 <= len(place) <= 4 for place in scores[1:])
+
+
 # ---- chat --------------------------------------------------------------------------------------------------------------
 
 

@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,25 +18,34 @@ from kvarto.engine.forward import Forward
 from kvarto.engine.memory import Compute, Memory
 from kvarto.engine.offload import Offload
 from kvarto.engine.request import Finish, Request
-from kvarto.engine.sampling import Choice, choose
-from kvarto.engine.scheduler import Scheduler
+from kvarto.engine.sampling import Choice, choose, logprobs_of
+from kvarto.engine.scheduler import Scheduler, Work
 from kvarto.engine.step import Step
 from kvarto.errors import KvartoError, UsageError
 from kvarto.formats import Policy
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 _log = logging.getLogger(__name__)
 _MOST_EMPTY_STEPS = 3
+# Of the float32 logits of scored prompts in a step; a few matrices of that size live at once.
+_SCORED_BYTES = 64 << 20
 _NOT_FINITE = "keys or values were not finite; check the model's weights"
 
 
 @dataclass(frozen=True)
 class Output:
-    """What a step brought a request: perhaps a token, perhaps its end; `error` says why for Finish.ERROR."""
+    """What a step brought a request: perhaps a token, perhaps its end; `error` says why for Finish.ERROR.
+
+    scored   what was asked for of the prompt's tokens, with the first output of a request
+    """
 
     request: Request
     choice: Choice | None = None
     finish: Finish | None = None
     error: str = ""
+    scored: tuple[Choice, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -85,6 +94,7 @@ class EngineCore:
             lambda: self.memory.prefixes.released,
             step_tokens=step_tokens,
             most_running=options.most_running,
+            most_scored=max(1, _SCORED_BYTES // (4 * self.forward.vocabulary)),
         )
         self.context_tokens = int(getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", 2**31))
         self.eos_tokens = _eos_tokens(model)
@@ -129,16 +139,15 @@ class EngineCore:
             work.request.began_seconds = work.request.began_seconds or now
         try:
             step = Step(self.memory, works, self.device)
-            logits = self.forward.run(step, step.last_tokens)
+            logits = self.forward.run(step, step.wanted)
             broken = step.broken()
         except (RuntimeError, KvartoError) as error:
             _log.exception("a step of %d requests failed", len(works))
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)  # a device that is lost fails again here, and ends the engine
             return [self._fail(work.request, f"{type(error).__name__}: {error}") for work in works]
-        # Before anything lets go of its holding, which says whether a work samples.
-        rows = [row for row, work in enumerate(w for w in step.works if w.samples) if work not in broken]
-        sampled = [work.request for work in step.works if work.samples and work not in broken]
+        # Before anything lets go of its holding, which says what is scored and whether a work samples.
+        rows, sampled = self._score(step.works, broken, logits)
         for work in step.works:
             if work not in broken:
                 work.request.holding.commit(work.request.tokens)
@@ -149,6 +158,24 @@ class EngineCore:
             for request, choice in zip(sampled, choices, strict=True)
         ]
 
+    @staticmethod
+    def _score(works: Sequence[Work], broken: Sequence[Work], logits: Tensor) -> tuple[list[int], list[Request]]:
+        """Note what was wanted of prompts; `logits` are those of `Step.wanted`. Returns the rows of the others, and whose they are."""
+        rows, sampled, row = list[int](), list[Request](), 0
+        for work in works:
+            request, scored = work.request, work.scored
+            if scored and work not in broken:
+                assert request.sampling.prompt_logprobs is not None, "nobody asked for it"
+                tokens = request.tokens[scored.start + 1 : scored.stop + 1]
+                request.scored += logprobs_of(logits[row : row + len(scored)], tokens, request.sampling.prompt_logprobs)
+            row += len(scored)
+            if work.samples:
+                if work not in broken:
+                    rows.append(row)
+                    sampled.append(request)
+                row += 1
+        return rows, sampled
+
     def _unstick(self) -> list[Output]:
         """Nobody could go on. Once that is so because the last one that ran was preempted; then the first that waits has all memory for itself."""
         self._empty_steps += not self.idle
@@ -158,9 +185,13 @@ class EngineCore:
         return [self._fail(self.scheduler.waiting[0], "it found no room in a memory that nobody else holds")]
 
     def _accept(self, request: Request, choice: Choice) -> Output:
-        """The next token of a request."""
+        """The next token of a request, unless it wants none."""
+        sampling, scored = request.sampling, tuple(request.scored) if not request.generated_tokens else ()
+        if sampling.max_tokens == 0:
+            request.finish = Finish.LENGTH
+            self.scheduler.remove(request)
+            return Output(request, None, request.finish, scored=scored)
         request.tokens.append(choice.token)
-        sampling = request.sampling
         stops = choice.token in sampling.stop_token_ids or (choice.token in self.eos_tokens and not sampling.ignore_eos)
         if stops:
             request.finish = Finish.STOP
@@ -168,7 +199,7 @@ class EngineCore:
             request.finish = Finish.LENGTH
         if request.finish:
             self.scheduler.remove(request)
-        return Output(request, choice, request.finish)
+        return Output(request, choice, request.finish, scored=scored)
 
     def _fail(self, request: Request, reason: str) -> Output:
         request.finish = Finish.ERROR

@@ -81,12 +81,16 @@ class Ask:
 
 @dataclass(frozen=True)
 class Delta:
-    """What came of a request: tokens with their text (or text of earlier ones that was held back), and at the end why it ended."""
+    """What came of a request: tokens with their text (or text of earlier ones that was held back), and at the end why it ended.
+
+    The first one has what `Sampling.prompt_logprobs` asked for: `scored`, of all tokens of the prompt but the first.
+    """
 
     text: str = ""
     choices: tuple[Choice, ...] = ()
     finish: Finish | None = None
     error: str = ""
+    scored: tuple[Choice, ...] = ()
 
 
 @dataclass(eq=False)
@@ -102,7 +106,7 @@ class Ticket:
 
 @dataclass(frozen=True)
 class Completion:
-    """A request that is over. `text` is "" if the engine has no tokenizer."""
+    """A request that is over. `text` is "" if the engine has no tokenizer; `scored` as in Delta."""
 
     text: str
     tokens: tuple[int, ...]
@@ -112,6 +116,7 @@ class Completion:
     cached_tokens: int
     kv: str
     error: str = ""
+    scored: tuple[Choice, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -394,7 +399,7 @@ class Engine:
             output.request.finish = finish
             del self._tickets[output.request]
         choices = () if output.choice is None else (output.choice,)
-        self._say(ticket, Delta(text, choices, finish, output.error))
+        self._say(ticket, Delta(text, choices, finish, output.error, output.scored))
         self._let_follow(ticket)
 
     def _let_follow(self, ticket: Ticket) -> None:
@@ -427,4 +432,5 @@ def _completion(ticket: Ticket, deltas: Sequence[Delta]) -> Completion:
         cached_tokens=request.cached_tokens,
         kv=ticket.kv,
         error=last.error,
+        scored=tuple(request.scored),
     )

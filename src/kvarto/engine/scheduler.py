@@ -27,18 +27,28 @@ class Work:
         """The step computes the last token that is known, so the next one can be chosen."""
         return self.count == self.request.missing
 
+    @property
+    def scored(self) -> range:
+        """Places of the prompt whose logits say how likely the token behind them was, which nobody has seen yet. Before the step is committed."""
+        request, first = self.request, self.request.holding.length
+        if not request.scores:
+            return range(0)
+        return range(max(first, len(request.scored)), min(first + self.count, request.prompt_tokens - 1))
+
 
 class Scheduler:
-    """`step_tokens` at most are computed in a step, of `most_running` requests.
+    """`step_tokens` at most are computed in a step, of `most_running` requests, and of prompts that are scored `most_scored`: those have logits.
 
     begin      opens the books of a request that is let in
     released   counts what was let go of, ever: who found no room does not look again before it has grown
     """
 
     def __init__(
-        self, begin: Callable[[Request], Holding], released: Callable[[], int], *, step_tokens: int, most_running: int
-    ) -> None:
+        self, begin: Callable[[Request], Holding], released: Callable[[], int], *,
+        step_tokens: int, most_running: int, most_scored: int = 512,
+    ) -> None:  # fmt: skip
         self._begin, self._released, self._step_tokens, self._most_running = begin, released, step_tokens, most_running
+        self._most_scored = most_scored
         self._refused: tuple[Request, int] | None = None
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -65,10 +75,12 @@ class Scheduler:
         works: dict[Request, Work] = {}
         preempted = False
         for request in sorted(self.running, key=lambda request: (request.missing > 1, request.rank)):
-            left = self._left(works)
-            if left == 0:
+            if self._left(works) == 0:
                 break
             if request.holding is None:  # preempted for the sake of one before it
+                continue
+            left = self._left(works, request)
+            if left == 0:
                 continue
             _find(request)
             count = min(request.missing, left)
@@ -86,9 +98,10 @@ class Scheduler:
         return list(works.values())
 
     def _let_in(self, works: dict[Request, Work]) -> None:
-        while self.waiting and len(self.running) < self._most_running and (left := self._left(works)):
+        while self.waiting and len(self.running) < self._most_running:
             request = self.waiting[0]
-            if self._refused == (request, self._released()):
+            left = self._left(works, request)
+            if left == 0 or self._refused == (request, self._released()):
                 return
             request.holding = self._begin(request)
             found = _find(request)
@@ -102,8 +115,12 @@ class Scheduler:
             self.running.append(self.waiting.pop(0))
             works[request] = Work(request, count)
 
-    def _left(self, works: dict[Request, Work]) -> int:
-        return self._step_tokens - sum(work.count for work in works.values())
+    def _left(self, works: dict[Request, Work], request: Request | None = None) -> int:
+        """How many tokens the step has room for, of this request."""
+        left = self._step_tokens - sum(work.count for work in works.values())
+        if request is not None and request.scores:
+            left = min(left, self._most_scored - sum(len(work.scored) for work in works.values()))
+        return left
 
     def preempt(self, request: Request) -> None:
         """A running request lets go of what it holds, and waits. What of it is not found again will be computed again."""
@@ -120,7 +137,7 @@ class Scheduler:
 
 def _find(request: Request) -> int:
     """Take what the prefix cache has. What a preempted request computed itself does not count as cached."""
-    found: int = request.holding.find(request.tokens)
+    found: int = request.holding.find(request.findable)
     if request.preemptions:
         return 0
     request.cached_tokens += found

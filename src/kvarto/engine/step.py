@@ -73,12 +73,14 @@ class Step:
                 yield part
 
     @property
-    def last_tokens(self) -> Tensor:
-        """Where the last token of each sequence stands that can be given a next one, int64."""
-        return send(
-            np.array([end - 1 for work, end in zip(self.works, self._ends, strict=True) if work.samples], np.int64),
-            self._device,
-        )
+    def wanted(self) -> Tensor:
+        """Where the tokens stand whose logits are wanted, int64: of each sequence those that are scored, then the last if it samples."""
+        places: list[int] = []
+        for work, end in zip(self.works, self._ends.tolist(), strict=True):
+            first = end - work.count - work.request.holding.length
+            places += [first + place for place in work.scored]
+            places += [end - 1] * work.samples
+        return send(np.array(places, np.int64), self._device)
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None = None, sinks: Tensor | None = None

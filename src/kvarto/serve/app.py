@@ -21,12 +21,12 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from kvarto import __version__
-from kvarto.engine.engine import Engine
+from kvarto.engine.engine import Delta, Engine
 from kvarto.errors import EngineClosed, KvartoError, Overloaded, Unsupported, UsageError
 from kvarto.serve.job import Job
 from kvarto.serve.metrics import CONTENT_TYPE
 from kvarto.serve.service import FORMAT_HEADER, Plan, Service, TooLong, UnknownModel
-from kvarto.serve.shapes import Json
+from kvarto.serve.shapes import Json, Shape
 
 _MOST_BODY_BYTES = 64 * 2**20
 _RETRY_AFTER_SECONDS = 1
@@ -102,15 +102,18 @@ async def _generate(service: Service, request: Request, understand: Callable[[by
         answer = await _unless_gone(request.receive, _whole(service, plan, job))
     finally:
         job.close()
-    return Response(status_code=_CLIENT_GONE) if answer is None else JSONResponse(answer, headers=headers)
+    if answer is None:
+        return Response(status_code=_CLIENT_GONE)
+    return await run_in_threadpool(JSONResponse, answer, headers=headers)  # which writes the JSON
 
 
 async def _whole(service: Service, plan: Plan, job: Job) -> Json:
     parts = [list(shape.begin()) for shape in plan.shapes]
     async for index, delta in job.news():
-        parts[index] += plan.shapes[index].feed(delta)
+        parts[index] += await _feed(plan.shapes[index], delta)
     choices = [shape.whole(own) for shape, own in zip(plan.shapes, parts, strict=True)]
-    return _about(service, plan, job, plan.kinds[0]) | {"choices": choices, "usage": job.usage}
+    answer = _about(service, plan, job, plan.kinds[0]) | {"choices": choices, "usage": job.usage}
+    return answer | plan.shapes[0].beside()
 
 
 async def _events(service: Service, plan: Plan, job: Job) -> AsyncIterator[str]:
@@ -121,13 +124,18 @@ async def _events(service: Service, plan: Plan, job: Job) -> AsyncIterator[str]:
             yield _event(about | {"choices": [part]} | tail)
     try:
         async for index, delta in job.news():
-            for part in plan.shapes[index].feed(delta):
+            for part in await _feed(plan.shapes[index], delta):
                 yield _event(about | {"choices": [part]} | tail)
         if plan.include_usage:
             yield _event(about | {"choices": [], "usage": job.usage})
     except KvartoError as error:
         yield _event(_explain(error)[1])
     yield "data: [DONE]\n\n"
+
+
+async def _feed(shape: Shape, delta: Delta) -> list[Json]:
+    """The parts; a whole prompt's take a while."""
+    return await run_in_threadpool(list, shape.feed(delta)) if delta.scored else list(shape.feed(delta))
 
 
 def _about(service: Service, plan: Plan, job: Job, kind: str) -> Json:

@@ -256,6 +256,7 @@ class Generation(Model):
     ignore_eos: bool = False
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
+    prompt_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     kv_format: str | None = None
     cache_salt: str | None = None
 
@@ -265,8 +266,18 @@ class Generation(Model):
             raise ValueError("stream_options only with stream")
         return self
 
-    def sampling(self, max_tokens: int, logprobs: int | None) -> list[Sampling]:
-        """One for each of the n choices: a seed gives each of them another one. Raises UsageError."""
+    @property
+    def least_tokens(self) -> int:
+        """How many must be generated at least: who wants to know of the prompt may want none."""
+        return 1 if self.prompt_logprobs is None else 0
+
+    def check_stream(self) -> None:
+        """Raises UsageError if something is wanted that a stream has no place for."""
+        if self.stream and self.prompt_logprobs is not None:
+            raise UsageError("prompt_logprobs", "no stream", self.prompt_logprobs, "leave out stream")
+
+    def sampling(self, max_tokens: int, logprobs: int | None, scored: int | None = None) -> list[Sampling]:
+        """One for each of the n choices: a seed gives each of them another one. `scored` is its prompt_logprobs. Raises UsageError."""
         return [
             Sampling(
                 max_tokens=max_tokens,
@@ -281,6 +292,7 @@ class Generation(Model):
                 stop_token_ids=tuple(self.stop_token_ids),
                 ignore_eos=self.ignore_eos,
                 logprobs=logprobs,
+                prompt_logprobs=scored,
             )
             for choice in range(self.n)
         ]
@@ -297,6 +309,20 @@ class CompletionRequest(Generation):
     prompt: Prompts
     max_tokens: int = _COMPLETION_TOKENS
     logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    echo: bool = False
+
+    @property
+    def least_tokens(self) -> int:
+        """See `Generation.least_tokens`."""
+        return 0 if self.echo else super().least_tokens
+
+    @property
+    def scored(self) -> int | None:
+        """How many likely tokens the answer shows of each place of the prompt, in one way or another."""
+        shown = [
+            number for number in (self.prompt_logprobs, self.logprobs if self.echo else None) if number is not None
+        ]
+        return max(shown, default=None)
 
 
 class ChatRequest(Generation):

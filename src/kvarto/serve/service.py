@@ -15,7 +15,7 @@ from kvarto.errors import UnknownName, Unsupported, UsageError
 from kvarto.serve.chat import ChatTemplate
 from kvarto.serve.metrics import Metrics
 from kvarto.serve.protocol import ChatRequest, CompletionRequest, Generation, Message, TokenizeRequest, Tool, read
-from kvarto.serve.shapes import ChatShape, CompletionShape, Json, Names, Shape, new_id
+from kvarto.serve.shapes import ChatShape, CompletionShape, Json, Names, Prompt, Shape, new_id
 from kvarto.serve.structured import GrammarGuide, Structure
 
 FORMAT_HEADER = "X-KV-Format"
@@ -57,22 +57,29 @@ class Service:
     def completion(self, body: bytes, header: str | None) -> Plan:
         """POST /v1/completions. Raises UsageError or Unsupported."""
         wanted = read(CompletionRequest, body)
+        wanted.check_stream()
         offered = self._offered(wanted, header)
         self._check_number("prompt", len(wanted.prompt) * wanted.n)
-        asks = []
+        names, asks, shapes = self._names(wanted), list[list[Ask]](), list[Shape]()
         for prompt in wanted.prompt:
             tokens = self._tokens(prompt) if isinstance(prompt, str) else prompt
-            max_tokens = _fitting(offered, len(tokens), wanted.max_tokens, ("prompt", "max_tokens"))
+            max_tokens = _fitting(offered, len(tokens), wanted, (wanted.max_tokens, "prompt", "max_tokens"))
             asks.append(
                 [
                     Ask(tokens, sampling, offered.name, wanted.cache_salt)
-                    for sampling in wanted.sampling(max_tokens, wanted.logprobs)
+                    for sampling in wanted.sampling(max_tokens, wanted.logprobs, wanted.scored)
                 ]
             )
-        names = self._names(wanted)
+            shown = Prompt(
+                tokens,
+                text=(prompt if isinstance(prompt, str) else names.text(tokens)) if wanted.echo else "",
+                logprobs=wanted.logprobs if wanted.echo else None,
+                scores=wanted.prompt_logprobs,
+            )
+            shapes += [CompletionShape(len(shapes) + i, names, shown) for i in range(wanted.n)]
         return Plan(
             asks=asks,
-            shapes=[CompletionShape(index, names) for index in range(len(asks) * wanted.n)],
+            shapes=shapes,
             stream=wanted.stream,
             include_usage=wanted.stream_options.include_usage,
             kinds=("text_completion", "text_completion"),
@@ -82,19 +89,20 @@ class Service:
     def chat(self, body: bytes, header: str | None) -> Plan:
         """POST /v1/chat/completions. Raises UsageError or Unsupported."""
         wanted = read(ChatRequest, body)
+        wanted.check_stream()
         offered = self._offered(wanted, header)
         self._check_number("n", wanted.n)
         tokens = self._chat_tokens(wanted.messages, wanted.tools if wanted.offered_tools else [])
-        max_tokens = _fitting(offered, len(tokens), wanted.limit, ("messages", wanted.limit_field))
+        max_tokens = _fitting(offered, len(tokens), wanted, (wanted.limit, "messages", wanted.limit_field))
         guide = self._guide(wanted)
         asks = [
             Ask(tokens, sampling, offered.name, wanted.cache_salt, guide=None if guide is None else guide.copy())
-            for sampling in wanted.sampling(max_tokens, wanted.most_logprobs)
+            for sampling in wanted.sampling(max_tokens, wanted.most_logprobs, wanted.prompt_logprobs)
         ]
-        names = self._names(wanted)
+        names, shown = self._names(wanted), Prompt(tokens, scores=wanted.prompt_logprobs)
         return Plan(
             asks=[asks],
-            shapes=[ChatShape(index, names, wanted.offered_tools) for index in range(wanted.n)],
+            shapes=[ChatShape(index, names, wanted.offered_tools, shown) for index in range(wanted.n)],
             stream=wanted.stream,
             include_usage=wanted.stream_options.include_usage,
             kinds=("chat.completion", "chat.completion.chunk"),
@@ -171,6 +179,9 @@ class Service:
         return self.template.tokens(messages, [tool.function for tool in tools])
 
     def _names(self, wanted: Generation) -> Names:
+        # Whoever has the prompt repeated with its log probabilities counts on one entry for each token, the last one too (lm-eval does).
+        if isinstance(wanted, CompletionRequest) and wanted.echo:
+            return Names(self.engine.tokenizer, ())
         eos = () if wanted.ignore_eos else self.engine.core.eos_tokens
         return Names(self.engine.tokenizer, {*eos, *wanted.stop_token_ids})
 
@@ -190,18 +201,20 @@ class Service:
         )
 
 
-def _fitting(offered: Offered, prompt_tokens: int, wanted: int | None, fields: tuple[str, str]) -> int:
-    """How many tokens to generate: `wanted`, or all that there is room for. Raises TooLong or UsageError.
+def _fitting(offered: Offered, prompt_tokens: int, wanted: Generation, limit: tuple[int | None, str, str]) -> int:
+    """How many tokens to generate: as many as the client says, or all that there is room for. Raises TooLong or UsageError.
 
-    `fields`: what the prompt and the number of tokens are called.
+    `limit`: the number, or None, and what the prompt and the number are called.
     """
+    number, prompt_field, field = limit
+    least = min(wanted.least_tokens, 1 if number is None else max(number, 0))
     room = offered.most_tokens - prompt_tokens
-    if room < 1:
+    if room < least:
         by_memory = offered.most_tokens == offered.capacity_tokens
         remedy = "shorten it" + (", or start the server with more memory" if by_memory else "")
-        raise TooLong(fields[0], f"at most {offered.most_tokens - 1} tokens", prompt_tokens, remedy)
-    if wanted is not None and wanted < 1:
-        raise UsageError(fields[1], "1 or more", wanted)
-    if wanted is not None and wanted > room:
-        raise TooLong(fields[1], f"at most {room} behind a prompt of {prompt_tokens} tokens", wanted)
-    return room if wanted is None else wanted
+        raise TooLong(prompt_field, f"at most {offered.most_tokens - least} tokens", prompt_tokens, remedy)
+    if number is not None and number < wanted.least_tokens:
+        raise UsageError(field, f"{wanted.least_tokens} or more", number)
+    if number is not None and number > room:
+        raise TooLong(field, f"at most {room} behind a prompt of {prompt_tokens} tokens", number)
+    return room if number is None else number

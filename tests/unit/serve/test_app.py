@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,68 @@ def test_what_needs_more_memory_than_there_is(ask: Asker, engine: Engine) -> Non
     )
     refused = ask("/v1/completions", {"prompt": [1] * most, "max_tokens": 1}).json()["error"]
     assert (refused["param"], refused["code"]) == ("prompt", "context_length_exceeded")
+
+
+def lm_eval(choice: Any, context: int) -> tuple[list[float], bool]:
+    """What EleutherAI's harness reads: without the prompt's first tokens and the one that is generated."""
+    shown = choice["logprobs"]
+    tokens, logs, tops = (shown[key][context:-1] for key in ("tokens", "token_logprobs", "top_logprobs"))
+    return logs, all(token == max(top, key=top.get) for token, top in zip(tokens, tops, strict=True))
+
+
+def test_prompts_are_scored_as_evaluation_harnesses_ask_for_it(ask: Asker, engine: Engine) -> None:
+    prompts = [[5, 6, 7, 8, 9], list(range(40, 180)), [3]]
+    body = {"prompt": prompts, "max_tokens": 1, "logprobs": 1, "echo": True, "temperature": 0, "seed": 1234}
+    for _ in range(2):  # the second time all of it is in the prefix cache
+        choices = ask("/v1/completions", body).json()["choices"]
+        for tokens, choice in zip(prompts, choices, strict=True):
+            assert len(choice["logprobs"]["token_logprobs"]) == len(tokens) + 1
+            logs, greedy = lm_eval(choice, 1)
+            with torch.inference_mode():
+                plain = LlamaForCausalLM._from_config(deepcopy(engine.loaded.model.config), attn_implementation="eager")
+                plain.load_state_dict(engine.loaded.model.state_dict())
+                expected = torch.log_softmax(plain.eval()(torch.tensor([tokens])).logits[0].float(), -1)
+            own = [expected[i, token].item() for i, token in enumerate(tokens[1:])]
+            assert logs == pytest.approx(own, abs=1e-4)
+            assert greedy == (expected[:-1].argmax(-1).tolist() == tokens[1:])
+            assert choice["logprobs"]["token_logprobs"][0] is None
+            assert choice["logprobs"]["token_logprobs"][-1] == pytest.approx(expected[-1].max().item(), abs=1e-4)
+
+
+def test_nothing_need_be_generated_to_know_of_the_prompt(ask: Asker, engine: Engine) -> None:
+    most = engine.offers[0].most_tokens
+    for extra in ({"echo": True, "logprobs": 2}, {"echo": True}, {"prompt_logprobs": 2}):
+        answer = ask("/v1/completions", {"prompt": "hello", "max_tokens": 0} | extra).json()
+        (choice,) = answer["choices"]
+        assert choice["text"] == ("hello" if "echo" in extra else "")
+        assert choice["finish_reason"] == "length"
+        assert answer["usage"]["completion_tokens"] == 0
+        assert (choice["logprobs"] is not None) == ("logprobs" in extra)
+        assert [place and len(place) >= 2 for place in choice.get("prompt_logprobs", [])] in ([], [None] + [True] * 4)
+    assert ask("/v1/completions", {"prompt": [7] * most, "max_tokens": 0, "echo": True}).status_code == 200
+    refused = ask("/v1/completions", {"prompt": [7] * (most + 1), "max_tokens": 0, "echo": True}).json()["error"]
+    assert (refused["param"], refused["code"]) == ("prompt", "context_length_exceeded")
+    assert ask("/v1/completions", {"prompt": "hello", "max_tokens": 0}).json()["error"]["param"] == "max_tokens"
+    assert ask("/v1/completions", {"prompt": "", "echo": True}).json()["error"]["param"] == "prompt"
+
+
+def test_log_probabilities_of_a_chat_s_prompt(ask: Asker) -> None:
+    answer = ask("/v1/chat/completions", CHAT | {"prompt_logprobs": 1, "n": 2}).json()
+    assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
+    assert answer["prompt_logprobs"][0] is None
+    assert "<" in [entry["decoded_token"] for entry in answer["prompt_logprobs"][-11].values()]
+    assert len(answer["choices"]) == 2
+    refused = ask("/v1/chat/completions", CHAT | {"prompt_logprobs": 1, "stream": True}).json()["error"]
+    assert refused["param"] == "prompt_logprobs"
+
+
+def test_a_prompt_is_repeated_at_the_begin_of_a_stream(ask: Asker) -> None:
+    body = {"prompt": "hello", "max_tokens": 2, "echo": True, "logprobs": 0, "stream": True, "ignore_eos": True}
+    events = ask("/v1/completions", body).text.split("\n\n")[:-2]
+    first = json.loads(events[0].removeprefix("data: "))["choices"][0]
+    assert first["text"].startswith("hello")
+    assert first["logprobs"]["tokens"][:5] == list("hello")
+    assert first["logprobs"]["text_offset"][:6] == [0, 1, 2, 3, 4, 5]
 
 
 def test_a_body_that_is_too_large(ask: Asker, monkeypatch: pytest.MonkeyPatch) -> None:
