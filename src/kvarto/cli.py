@@ -286,6 +286,7 @@ def study(
 
 @app.command()
 def serve(
+    context: typer.Context,
     model: Annotated[
         str, typer.Argument(help="A name from `kvarto models`, a local folder, or a hub id.")
     ] = DEFAULT_MODEL,
@@ -309,6 +310,9 @@ def serve(
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: all.")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:0 ...")] = "cpu",
     drain_seconds: Annotated[float, typer.Option(min=0, help="How long SIGTERM lets requests finish.")] = 60.0,
+    config: Annotated[
+        Path | None, typer.Option(help="A TOML file: these options, tenants by their keys, rules for formats.")
+    ] = None,
 ) -> None:
     """Serve a model over HTTP, as OpenAI's interface: completions, chat, streams, tools, JSON schemas, metrics. Ctrl-C ends it."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in `study`
@@ -335,8 +339,16 @@ def serve(
             threads=threads,
             device=device,
             drain_seconds=drain_seconds,
-        )
+        ),
+        config,
+        [name for name in context.params if _is_given(context, name)],
     )
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    """An option stands on the command line."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import queue
 import re
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -66,7 +66,7 @@ class Ask:
     """What is asked for: a text or tokens to go on from, and how.
 
     kv         the format of its cache, None for the engine's first one
-    identity   whose prefixes it may share: a tenant's salt, or None for everybody's
+    identity   whose prefixes it may share: a tenant's salt, or None for everybody's; files know it by its repr
     priority   lower goes first
     guide      what may be generated, or None for everything
     """
@@ -74,7 +74,7 @@ class Ask:
     prompt: str | Sequence[int]
     sampling: Sampling = field(default_factory=Sampling)
     kv: str | None = None
-    identity: str | None = None
+    identity: Hashable = None
     priority: int = 0
     guide: Guide | None = None
 

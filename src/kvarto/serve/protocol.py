@@ -10,7 +10,7 @@ import re
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
-from pydantic_core import from_json
+from pydantic_core import ErrorDetails, from_json
 
 from kvarto.engine.request import MOST_LOGPROBS, Sampling
 from kvarto.errors import UsageError
@@ -66,13 +66,18 @@ def read(kind: type[M], body: bytes) -> M:
 def _explain(error: ValidationError) -> UsageError:
     """The first thing that is wrong."""
     first = error.errors(include_url=False)[0]
-    name, got = _path(first["loc"]) or "body", repr(first["input"])
+    return UsageError(_path(first["loc"]) or "body", *expectation(first))
+
+
+def expectation(wrong: ErrorDetails) -> tuple[str, str, str]:
+    """What was expected, what came, and what to do."""
+    if wrong["type"] == "missing":
+        return "a value", "nothing", ""
+    got = repr(wrong["input"])
     got = got if len(got) <= _SHOWN_CHARACTERS else got[:_SHOWN_CHARACTERS] + "..."
-    if first["type"] == "missing":
-        return UsageError(name, "a value", "nothing")
-    if first["type"] == "extra_forbidden":
-        return UsageError(name, "only fields that this server supports", got, "leave it out")
-    return UsageError(name, _PREAMBLE.sub("", first["msg"]), got)
+    if wrong["type"] == "extra_forbidden":
+        return "only fields that this server supports", got, "leave it out"
+    return _PREAMBLE.sub("", wrong["msg"]), got, ""
 
 
 def _path(location: tuple[int | str, ...]) -> str:

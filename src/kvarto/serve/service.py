@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvarto import __version__
 from kvarto.engine.engine import Ask, Engine, Offered
+from kvarto.engine.request import Sampling
 from kvarto.errors import UnknownName, Unsupported, UsageError
 from kvarto.serve.chat import ChatTemplate
 from kvarto.serve.metrics import Metrics
 from kvarto.serve.protocol import ChatRequest, CompletionRequest, Generation, Message, TokenizeRequest, Tool, read
+from kvarto.serve.rules import Caller, Config
 from kvarto.serve.shapes import ChatShape, CompletionShape, Json, Names, Prompt, Shape, new_id
 from kvarto.serve.structured import GrammarGuide, Structure
 
@@ -38,27 +40,30 @@ class Plan:
     stream: bool
     include_usage: bool
     kinds: tuple[str, str]  # of a whole answer, of a chunk
+    model: str  # as the client calls it
     id: str
 
 
 class Service:
     """An engine behind HTTP. Raises Unsupported if its model has no tokenizer."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, config: Config | None = None) -> None:
         if engine.tokenizer is None:
             raise Unsupported("a model without a tokenizer cannot be served")
         self.engine, self.name, self.created = engine, engine.loaded.name, int(time.time())
+        self.config = config or Config()
+        self.names = list(dict.fromkeys([self.name, *self.config.aliases]))
         self.template = ChatTemplate(engine.tokenizer)
         self.metrics = Metrics(engine)
         self._structure = Structure(engine.tokenizer, engine.core.forward.vocabulary, engine.core.eos_tokens)
 
     # ---- what clients want -----------------------------------------------------------------------------------------
 
-    def completion(self, body: bytes, header: str | None) -> Plan:
+    def completion(self, body: bytes, caller: Caller) -> Plan:
         """POST /v1/completions. Raises UsageError or Unsupported."""
         wanted = read(CompletionRequest, body)
         wanted.check_stream()
-        offered = self._offered(wanted, header)
+        offered = self._offered(wanted, caller)
         self._check_number("prompt", len(wanted.prompt) * wanted.n)
         names, asks, shapes = self._names(wanted), list[list[Ask]](), list[Shape]()
         for prompt in wanted.prompt:
@@ -66,7 +71,7 @@ class Service:
             max_tokens = _fitting(offered, len(tokens), wanted, (wanted.max_tokens, "prompt", "max_tokens"))
             asks.append(
                 [
-                    Ask(tokens, sampling, offered.name, wanted.cache_salt)
+                    self._ask(tokens, sampling, offered, wanted, caller)
                     for sampling in wanted.sampling(max_tokens, wanted.logprobs, wanted.scored)
                 ]
             )
@@ -83,20 +88,21 @@ class Service:
             stream=wanted.stream,
             include_usage=wanted.stream_options.include_usage,
             kinds=("text_completion", "text_completion"),
+            model=wanted.model or self.name,
             id=new_id("cmpl-"),
         )
 
-    def chat(self, body: bytes, header: str | None) -> Plan:
+    def chat(self, body: bytes, caller: Caller) -> Plan:
         """POST /v1/chat/completions. Raises UsageError or Unsupported."""
         wanted = read(ChatRequest, body)
         wanted.check_stream()
-        offered = self._offered(wanted, header)
+        offered = self._offered(wanted, caller)
         self._check_number("n", wanted.n)
         tokens = self._chat_tokens(wanted.messages, wanted.tools if wanted.offered_tools else [])
         max_tokens = _fitting(offered, len(tokens), wanted, (wanted.limit, "messages", wanted.limit_field))
         guide = self._guide(wanted)
         asks = [
-            Ask(tokens, sampling, offered.name, wanted.cache_salt, guide=None if guide is None else guide.copy())
+            replace(self._ask(tokens, sampling, offered, wanted, caller), guide=None if guide is None else guide.copy())
             for sampling in wanted.sampling(max_tokens, wanted.most_logprobs, wanted.prompt_logprobs)
         ]
         names, shown = self._names(wanted), Prompt(tokens, scores=wanted.prompt_logprobs)
@@ -106,10 +112,11 @@ class Service:
             stream=wanted.stream,
             include_usage=wanted.stream_options.include_usage,
             kinds=("chat.completion", "chat.completion.chunk"),
+            model=wanted.model or self.name,
             id=new_id("chatcmpl-"),
         )
 
-    def tokenize(self, body: bytes, _header: str | None) -> Json:
+    def tokenize(self, body: bytes) -> Json:
         """POST /tokenize. Raises UsageError or Unsupported."""
         wanted = read(TokenizeRequest, body)
         self._check_model(wanted.model)
@@ -119,8 +126,9 @@ class Service:
             tokens = self._tokens(wanted.prompt, add_special_tokens=wanted.add_special_tokens)
         return {"tokens": tokens, "count": len(tokens), "max_model_len": self.engine.core.context_tokens}
 
-    def model(self) -> Json:
-        """The model as clients see it in /v1/models, and what it is really served with."""
+    def model(self, name: str, caller: Caller) -> Json:
+        """The model as a client sees it under a name in /v1/models, and what it is really served with. Raises UnknownModel."""
+        self._check_model(name)
         core, loaded = self.engine.core, self.engine.loaded
         formats = [
             {
@@ -133,8 +141,9 @@ class Service:
             for offer in self.engine.offers
         ]
         return {
-            "id": self.name,
+            "id": name,
             "object": "model",
+            "root": self.name,
             "created": self.created,
             "owned_by": "kvarto",
             "max_model_len": core.context_tokens,
@@ -143,7 +152,7 @@ class Service:
                 "identity": loaded.identity,
                 "device": str(core.device),
                 "dtype": str(loaded.model.dtype).removeprefix("torch."),
-                "kv_format": self.engine.offers[0].name,
+                "kv_format": self._unnamed(caller, name).name,
                 "formats": formats,
                 "memory_bytes": core.memory.arena.nbytes,
                 "tools_by": self.template.tools_by if self.template.exists else None,
@@ -153,24 +162,35 @@ class Service:
     # ---- parts of it -----------------------------------------------------------------------------------------------
 
     def _check_model(self, name: str | None) -> None:
-        if name not in (None, self.name):
-            raise UnknownModel("model", str(name), [self.name])
+        if name is not None and name not in self.names:
+            raise UnknownModel("model", name, self.names)
 
     def _check_number(self, field: str, count: int) -> None:
         """Refuse what could never be let in before anything is made of it. Raises UsageError."""
         if count > self.engine.most_waiting:
             raise UsageError(field, f"at most {self.engine.most_waiting} answers to one request", count)
 
-    def _offered(self, wanted: Generation, header: str | None) -> Offered:
+    def _offered(self, wanted: Generation, caller: Caller) -> Offered:
         """The format that a request is served in. Raises UsageError."""
         self._check_model(wanted.model)
+        header = caller.headers.get(FORMAT_HEADER)
         if wanted.kv_format is not None and header is not None and wanted.kv_format != header:
             raise UsageError("kv_format", f"the same as in the header {FORMAT_HEADER}, {header}", wanted.kv_format)
         name = wanted.kv_format if wanted.kv_format is not None else header
+        if name is None:
+            return self._unnamed(caller, wanted.model or self.name)
         try:
             return self.engine.offers[self.engine.policy_of(name)]
         except UsageError as error:
-            raise UnknownName("kv_format", str(name), self.engine.formats) from error
+            raise UnknownName("kv_format", name, self.engine.formats) from error
+
+    def _unnamed(self, caller: Caller, model: str) -> Offered:
+        """The format of a request that names none."""
+        return self.engine.offers[self.engine.policy_of(self.config.format_for(caller, model))]
+
+    def _ask(self, tokens: list[int], sampling: Sampling, offered: Offered, wanted: Generation, caller: Caller) -> Ask:
+        identity = self.config.identity(caller.tenant, wanted.cache_salt)
+        return Ask(tokens, sampling, offered.name, identity, self.config.priority(caller.tenant))
 
     def _tokens(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return list(self.engine.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])

@@ -24,6 +24,7 @@ from kvarto.engine.engine import Engine, open_tiers
 from kvarto.models.load import LoadedModel
 from kvarto.serve import app as app_module
 from kvarto.serve.app import make_app
+from kvarto.serve.rules import Config
 from kvarto.serve.service import Service
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
@@ -48,13 +49,17 @@ def engine(tmp_path: Path) -> Iterator[Engine]:
 
 @pytest.fixture
 def ask(engine: Engine) -> Callable[..., httpx.Response]:
-    transport = httpx.ASGITransport(make_app(engine))
+    return asker(engine)
+
+
+def asker(engine: Engine, config: Config | None = None) -> Callable[..., httpx.Response]:
+    transport = httpx.ASGITransport(make_app(engine, config))
 
     def ask(path: str, body: Any = None, **headers: str) -> httpx.Response:
         async def send() -> httpx.Response:
             async with httpx.AsyncClient(transport=transport, base_url="http://kvarto") as client:
                 if body is None:
-                    return await client.get(path)
+                    return await client.get(path, headers=headers)
                 return await client.post(path, json=body, headers=headers)
 
         return asyncio.run(send())
@@ -105,6 +110,78 @@ def test_what_needs_more_memory_than_there_is(ask: Asker, engine: Engine) -> Non
     )
     refused = ask("/v1/completions", {"prompt": [1] * most, "max_tokens": 1}).json()["error"]
     assert (refused["param"], refused["code"]) == ("prompt", "context_length_exceeded")
+
+
+RULES = Config.model_validate(
+    {
+        "tenants": {"acme": {"keys": ["sk-acme"]}, "beta": {"keys": ["sk-beta"], "priority": 3}},
+        "rules": [
+            {"tenant": ["acme"], "route": ["/v1/completions"], "kv": "int8"},
+            {"model": ["tiny-int8"], "kv": "int8"},
+            {"header": {"X-Team": "research"}, "kv": "int8"},
+        ],
+    }
+)
+
+
+def test_rules_choose_the_format_of_requests_that_name_none(engine: Engine) -> None:
+    ask = asker(engine, RULES)
+
+    def chosen(path: str = "/v1/completions", key: str = "sk-beta", body: Any = None, **headers: str) -> str:
+        asked = (CHAT if "chat" in path else {"prompt": "hi", "max_tokens": 1}) | (body or {})
+        answer = ask(path, asked, authorization=f"Bearer {key}", **headers)
+        assert answer.json()["model"] == asked.get("model", "tiny")
+        return str(answer.headers["x-kv-format"])
+
+    assert chosen() == "fp32"
+    assert chosen(key="sk-acme") == "int8"
+    assert chosen("/v1/chat/completions", "sk-acme") == "fp32"
+    assert chosen(body={"model": "tiny-int8"}) == "int8"
+    assert chosen(**{"x-team": "research"}) == "int8"
+    assert chosen(key="sk-acme", body={"kv_format": "fp32"}) == "fp32"
+    assert chosen(key="sk-acme", **{"X-KV-Format": "fp32"}) == "fp32"
+    beta = {"authorization": "Bearer sk-beta"}
+    models = ask("/v1/models", **beta).json()["data"]
+    assert [(each["id"], each["root"], each["kvarto"]["kv_format"]) for each in models] == [
+        ("tiny", "tiny", "fp32"),
+        ("tiny-int8", "tiny", "int8"),
+    ]
+    assert ask("/v1/models/tiny-int8", **beta).json()["id"] == "tiny-int8"
+    refused = ask("/v1/completions", {"prompt": "hi", "model": "tiny-int4"}, **beta)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
+    assert "one of tiny, tiny-int8" in refused.json()["error"]["message"]
+
+
+def test_who_has_no_key_is_refused(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG")
+    ask = asker(engine, RULES)
+    for headers in ({}, {"authorization": "Bearer sk-acme2"}):
+        for path, body in (
+            ("/v1/completions", {"prompt": "hi"}),
+            ("/tokenize", {"prompt": "hi"}),
+            ("/v1/models", None),
+        ):
+            refused = ask(path, body, **headers)
+            assert refused.status_code == 401
+            assert refused.headers["www-authenticate"] == "Bearer"
+            assert refused.json()["error"]["code"] == "invalid_api_key"
+            assert "sk-" not in refused.text
+    assert ask("/health").status_code == 200
+    assert 'kvarto_requests_total{kv_format="",outcome="unauthorized"} 2.0' in ask("/metrics").text
+    assert ask("/v1/completions", {"prompt": "hi", "max_tokens": 1}, authorization="Bearer sk-acme").status_code == 200
+    assert "sk-" not in caplog.text
+
+
+def test_a_tenant_finds_no_prefixes_but_its_own(engine: Engine) -> None:
+    ask = asker(engine, RULES)
+
+    def cached(key: str, **extra: str) -> int:
+        body = {"prompt": [9] * 130, "max_tokens": 1, "kv_format": "fp32"} | extra
+        answer = ask("/v1/completions", body, authorization=f"Bearer {key}").json()
+        return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    assert [cached("sk-acme"), cached("sk-acme"), cached("sk-beta"), cached("sk-beta")] == [0, 128, 0, 128]
+    assert [cached("sk-acme", cache_salt="beta"), cached("sk-acme", cache_salt="beta")] == [0, 128]
 
 
 def lm_eval(choice: Any, context: int) -> tuple[list[float], bool]:
