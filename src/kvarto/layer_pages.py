@@ -59,6 +59,7 @@ class LayerPages:
         self.raw_kernel = choose_kernel(kernel, self.raw_layout, self.raw_k, self.raw_v, device.type)
         self._sealer = choose_sealer(self.raw_layout, self.layout, self.k, self.v, device.type)
         self._saturated: int | Tensor = 0
+        self.sealed_pages = 0
 
     # ---- tokens in -------------------------------------------------------------------------------------------------
 
@@ -83,6 +84,7 @@ class LayerPages:
         self, raw_pages: Tensor, views: tuple[Tensor, Tensor], raw_ids: Sequence[int], sealed_pages: Tensor, sealed_ids: Sequence[int]
     ) -> None:  # fmt: skip
         """Encode full raw pages, from raw values, into sealed ones."""
+        self.sealed_pages += len(raw_ids)
         if self._sealer is not None:
             if isinstance(self._saturated, int):
                 self._saturated = torch.full((1,), self._saturated, dtype=torch.int64, device=self.device)

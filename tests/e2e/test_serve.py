@@ -437,15 +437,20 @@ def test_who_leaves_frees_his_pages(url: str, stream: bool) -> None:
 
 def test_metrics_tell_what_happened(client: openai.OpenAI, url: str) -> None:
     names = ("prompt_tokens_total", "generated_tokens_total", "time_to_first_token_seconds_count",
-             "inter_token_latency_seconds_count", "e2e_request_latency_seconds_count", "request_queue_time_seconds_count")  # fmt: skip
+             "inter_token_latency_seconds_count", "e2e_request_latency_seconds_count", "request_queue_time_seconds_count",
+             "request_prefill_time_seconds_count", "request_decode_time_seconds_count", "request_time_per_output_token_seconds_count",
+             "prefix_cache_queries_total")  # fmt: skip
     before = {name: metric(url, f"kvarto_{name}", kv_format="int4") for name in names}
     client.completions.create(
         model=MODEL, prompt="The capital of France is", max_tokens=4, extra_body={"ignore_eos": True}
     )
     after = {name: metric(url, f"kvarto_{name}", kv_format="int4") for name in names}
-    assert [after[name] - before[name] for name in names] == [5, 4, 1, 3, 1, 1]
+    assert [after[name] - before[name] for name in names] == [5, 4, 1, 3, 1, 1, 1, 1, 1, 5]
     assert metric(url, "kvarto_pool_bytes") > metric(url, "kvarto_pool_idle_bytes") > 0
-    assert metric(url, "kvarto_steps_total") > 0
+    assert metric(url, "kvarto_steps_total") >= metric(url, "kvarto_step_seconds_count") > 0
+    assert metric(url, "kvarto_sealed_pages_total", kv_format="int4") > 0
+    assert metric(url, "kvarto_saturated_elements_total") == 0
+    assert metric(url, "kvarto_pool_blocks", state="free") > metric(url, "kvarto_pool_blocks", state="evictable") > 0
     assert metric(url, "kvarto_formats_info", kv_format="bf16", kernel="numba", device="cpu") == 1
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +46,10 @@ class Output:
     finish: Finish | None = None
     error: str = ""
     scored: tuple[Choice, ...] = ()
+
+
+StepListener = Callable[[int, int, float], None]
+"""Is told of each step, by the thread that steps: tokens of prompts (or computed again), tokens that follow generated ones, seconds."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +103,15 @@ class EngineCore:
         self.context_tokens = int(getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", 2**31))
         self.eos_tokens = _eos_tokens(model)
         self.steps = self._empty_steps = 0
+        self.on_step: list[StepListener] = []
+
+    @property
+    def live_tokens(self) -> tuple[int, int]:
+        """(Tokens of running requests that are in the cache, tokens that their pages have room for). Another thread may ask."""
+        holdings = [request.holding for request in list(self.scheduler.running)]
+        lengths = [holding.length for holding in holdings if holding is not None]
+        S = self.memory.page_tokens
+        return sum(lengths), sum(-(-length // S) * S for length in lengths)
 
     def why_not(self, request: Request) -> UsageError | None:
         """Why a request cannot be served, ever, or None."""
@@ -137,6 +150,14 @@ class EngineCore:
         now = time.monotonic()
         for work in works:
             work.request.began_seconds = work.request.began_seconds or now
+        decoded, computed = sum(work.count for work in works if work.decodes), sum(work.count for work in works)
+        outputs = self._compute(works)
+        for listener in self.on_step:
+            listener(computed - decoded, decoded, time.monotonic() - now)
+        return outputs
+
+    def _compute(self, works: Sequence[Work]) -> list[Output]:
+        """The step of these works."""
         try:
             step = Step(self.memory, works, self.device)
             logits = self.forward.run(step, step.wanted)

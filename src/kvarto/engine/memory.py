@@ -67,6 +67,22 @@ class Offer:
         return ", ".join(sorted(names))
 
     @property
+    def sealed_pages(self) -> int:
+        """Pages sealed in all layers, ever."""
+        return sum(layer.pages.sealed_pages for layer in self.layers)
+
+    @property
+    def sealed_elements(self) -> int:
+        """Numbers in them."""
+        geometries = [(layer.pages, layer.pages.spec.geometry) for layer in self.layers]
+        return sum(pages.sealed_pages * g.elements_per_token * g.page_tokens for pages, g in geometries)
+
+    @property
+    def saturated_elements(self) -> int:
+        """Those of them that were beyond their codec's range. Waits for the device."""
+        return sum(layer.pages.saturated_elements for layer in self.layers)
+
+    @property
     def bits_per_number(self) -> float:
         """Bits that a cached number costs in sealed pages, on average over all layers."""
         layouts = [layer.pages.layout for layer in self.layers]
@@ -91,8 +107,8 @@ class Memory:
             plan.choose_kinds(kinds)
         self.arena = Arena(budget_bytes, [layers * page_bytes for layers, page_bytes in kinds])
         self.prefixes = PrefixCache(self.arena, move=self._move, freed=self._poison if poison else _ignore)
-        page_tokens = specs[0].geometry.page_tokens
-        scratch_pages = step_tokens // page_tokens
+        self.page_tokens = specs[0].geometry.page_tokens
+        scratch_pages = step_tokens // self.page_tokens
         scratch = max(
             (scratch_pages + len(group)) * group[0].raw_layout.nbytes
             for plan in plans

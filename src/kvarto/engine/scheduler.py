@@ -8,6 +8,7 @@ and the rest is computed again. A waiting request is let in as soon as its first
 from __future__ import annotations
 
 import bisect
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -26,6 +27,11 @@ class Work:
     def samples(self) -> bool:
         """The step computes the last token that is known, so the next one can be chosen."""
         return self.count == self.request.missing
+
+    @property
+    def decodes(self) -> bool:
+        """It computes what was generated. Before the step is committed."""
+        return bool(self.request.holding.length >= self.request.prompt_tokens)
 
     @property
     def scored(self) -> range:
@@ -53,6 +59,8 @@ class Scheduler:
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.preemptions = 0
+        # By policy: prompt tokens that the prefix cache was asked for, and had.
+        self.queried_tokens, self.found_tokens = Counter[int](), Counter[int]()
         self._arrived = 0
 
     def add(self, request: Request) -> None:
@@ -82,7 +90,7 @@ class Scheduler:
             left = self._left(works, request)
             if left == 0:
                 continue
-            _find(request)
+            self.found_tokens[request.policy] += _find(request)
             count = min(request.missing, left)
             while not request.holding.reserve(count):
                 victim = max(self.running, key=lambda other: other.rank)
@@ -112,6 +120,9 @@ class Scheduler:
                 request.cached_tokens -= found
                 self._refused = (request, self._released())
                 return
+            self.found_tokens[request.policy] += found
+            if not request.preemptions and not request.scores:
+                self.queried_tokens[request.policy] += request.prompt_tokens
             self.running.append(self.waiting.pop(0))
             works[request] = Work(request, count)
 
@@ -136,7 +147,7 @@ class Scheduler:
 
 
 def _find(request: Request) -> int:
-    """Take what the prefix cache has. What a preempted request computed itself does not count as cached."""
+    """Take what the prefix cache has. Returns how much of it counts as cached: not what a preempted request computed itself."""
     found: int = request.holding.find(request.findable)
     if request.preemptions:
         return 0

@@ -18,12 +18,14 @@ pytest.importorskip("httpx")
 import httpx
 import torch
 from bytes_tokenizer import PLAIN, tokenizer
+from prometheus_client.parser import text_string_to_metric_families
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from kvarto.engine.engine import Engine, open_tiers
 from kvarto.models.load import LoadedModel
 from kvarto.serve import app as app_module
 from kvarto.serve.app import make_app
+from kvarto.serve.metrics import _forms
 from kvarto.serve.rules import Config
 from kvarto.serve.service import Service
 
@@ -91,7 +93,70 @@ def test_tiers_are_counted(ask: Asker, engine: Engine) -> None:
     assert number("kvarto_offloaded_bytes_total") > 0
     assert ask("/v1/completions", body).json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 192
     assert number('kvarto_tier_hits_total{tier="host"}') == 3
+    assert 0 < number("kvarto_restored_bytes_total") <= number("kvarto_offloaded_bytes_total")
+    assert number('kvarto_tier_bytes{tier="host"}') > 0
     assert number("kvarto_tier_refused_total") == 0
+
+
+def numbers(ask: Asker) -> dict[tuple[str, ...], float]:
+    """All samples, by name and the values of their labels."""
+    families = text_string_to_metric_families(ask("/metrics").text)
+    return {
+        (s.name.removeprefix("kvarto_"), *s.labels.values()): s.value for family in families for s in family.samples
+    }
+
+
+def test_the_books_in_numbers(ask: Asker, engine: Engine) -> None:
+    body = {"prompt": list(range(1, 151)), "max_tokens": 3, "ignore_eos": True, "kv_format": "int8"}
+    for _ in range(2):
+        assert ask("/v1/completions", body).status_code == 200
+    shown = numbers(ask)
+    assert (shown["prefix_cache_queries_total", "int8"], shown["prefix_cache_hits_total", "int8"]) == (300, 128)
+    assert (shown["prefix_cache_queries_total", "fp32"], shown["prefix_cache_hits_total", "fp32"]) == (0, 0)
+    # The second page of both layers; the first one is a sink, and the second request found both.
+    layers = engine.core.memory.offers[1].layers
+    sealed = sum(2 - layer.pages.rule.sink_pages for layer in layers)
+    assert shown["sealed_pages_total", "int8"] == sealed
+    elements = layers[0].pages.spec.geometry.elements_per_token
+    assert shown["sealed_elements_total", "int8"] == sealed * 64 * elements
+    assert shown["saturated_elements_total", "int8"] == 0
+    assert shown["computed_tokens_total", "prefill"] == 150 + 22
+    assert shown["computed_tokens_total", "decode"] == 2 + 2
+    assert shown["step_seconds_count", "decode"] == 4
+    assert shown["step_seconds_count", "prefill"] == 3
+    for name in (
+        "request_prefill_time_seconds",
+        "request_decode_time_seconds",
+        "request_time_per_output_token_seconds",
+    ):
+        assert shown[name + "_count", "int8"] == 2
+    assert shown["request_time_per_output_token_seconds_sum", "int8"] * 2 == pytest.approx(
+        shown["request_decode_time_seconds_sum", "int8"]
+    )
+    assert shown["pool_bytes",] == shown["pool_idle_bytes",] + shown["pool_free_bytes",]
+    assert (shown["live_tokens",], shown["held_slots",], shown["fragmentation_ratio",]) == (0, 0, 0)
+    blocks = {key[1:]: value for key, value in shown.items() if key[0] == "pool_blocks"}
+    assert {form for form, _, _ in blocks} == {"raw", "sealed"}
+    assert sum(value for (*_, state), value in blocks.items() if state == "held") == 0
+    idle = [len(kind) for kind in engine.core.memory.prefixes._idle]
+    assert sum(value for (*_, state), value in blocks.items() if state == "evictable") == sum(idle)
+    for kind, (form, formats) in enumerate(_forms(engine)):
+        assert blocks[form, formats, "free"] == engine.core.memory.arena.room(kind)
+
+
+def test_what_running_requests_waste(ask: Asker, engine: Engine) -> None:
+    seen = []
+
+    def look(*_: Any) -> None:
+        if engine.core.live_tokens[0] == 70:
+            seen.append(numbers(ask))
+
+    engine.core.on_step.append(look)
+    assert ask("/v1/completions", {"prompt": [5] * 70, "max_tokens": 2, "ignore_eos": True}).status_code == 200
+    shown = seen[0]
+    assert (shown["live_tokens",], shown["held_slots",]) == (70, 128)
+    assert shown["fragmentation_ratio",] == pytest.approx(1 - 70 / 128)
+    assert sum(value for key, value in shown.items() if key[0] == "pool_blocks" and key[-1] == "held") >= 2
 
 
 def test_field_and_header_must_agree(ask: Asker) -> None:
