@@ -286,6 +286,7 @@ def study(
 
 @app.command()
 def serve(
+    context: typer.Context,
     model: Annotated[
         str, typer.Argument(help="A name from `kvarto models`, a local folder, or a hub id.")
     ] = DEFAULT_MODEL,
@@ -319,6 +320,9 @@ def serve(
         float | None,
         typer.Option(help="Mean KL in nats above which requests that name no format get bf16. Default: never."),
     ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="A TOML file: these options, tenants by their keys, rules for formats.")
+    ] = None,
 ) -> None:
     """Serve a model over HTTP, as OpenAI's interface: completions, chat, streams, tools, JSON schemas, metrics. Ctrl-C ends it."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in `study`
@@ -347,8 +351,16 @@ def serve(
             drain_seconds=drain_seconds,
             probe_share=probe_share,
             probe_threshold=probe_threshold,
-        )
+        ),
+        config,
+        [name for name in context.params if _is_given(context, name)],
     )
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    """An option stands on the command line."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 if __name__ == "__main__":

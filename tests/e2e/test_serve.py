@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvarto.engine.engine import Engine
 from kvarto.serve.app import make_app
+from kvarto.serve.rules import Config, read_config
 
 pytestmark = [pytest.mark.model, pytest.mark.xdist_group("serve")]
 
@@ -74,14 +76,22 @@ def engine() -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def url(engine: Engine) -> Iterator[str]:
+    with serving(engine) as url:
+        yield url
+
+
+@contextmanager
+def serving(engine: Engine, config: Config | None = None) -> Iterator[str]:
     listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(make_app(engine), log_config=None))
+    server = uvicorn.Server(uvicorn.Config(make_app(engine, config), log_config=None))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
-    yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    server.should_exit = True
-    thread.join()
-    listener.close()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+        listener.close()
 
 
 @pytest.fixture(scope="module")
@@ -153,6 +163,30 @@ def test_a_seed_repeats_and_gives_each_choice_its_own(client: openai.OpenAI) -> 
     assert texts(7) == first
     assert len(set(first)) == 3
     assert texts(8)[0] == first[1]
+
+
+def test_a_prompt_s_log_probabilities(client: openai.OpenAI) -> None:
+    """As EleutherAI's harness asks for them, and as vLLM gives them: they are of the same tokens."""
+    asked: Any = {"model": MODEL, "prompt": "The capital of France is Paris", "temperature": 0, "max_tokens": 1}
+    whole = client.completions.create(**asked, echo=True, logprobs=1, extra_body={"prompt_logprobs": 3})
+    (choice,) = whole.choices
+    assert choice.text.startswith("The capital of France is Paris")
+    shown = choice.logprobs
+    assert shown is not None
+    assert shown.tokens is not None
+    assert shown.token_logprobs is not None
+    assert "".join(shown.tokens) == choice.text
+    assert shown.token_logprobs[0] is None
+    assert len(shown.tokens) == len(shown.token_logprobs) == 7
+    assert -3 < shown.token_logprobs[5] < 0, "Paris is likely"
+    assert min(shown.token_logprobs[1:5]) < -3
+    scores = choice.model_dump()["prompt_logprobs"]
+    assert scores[0] is None
+    own = [next(iter(place.values())) for place in scores[1:]]
+    assert [place["decoded_token"] for place in own] == shown.tokens[1:-1]
+    assert [place["logprob"] for place in own] == shown.token_logprobs[1:-1]
+    assert own[-1]["rank"] <= 3
+    assert all(3 <= len(place) <= 4 for place in scores[1:])
 
 
 # ---- chat --------------------------------------------------------------------------------------------------------------
@@ -300,6 +334,33 @@ def test_formats_are_chosen_by_field_or_header_and_reported(client: openai.OpenA
         assert caught.value.param == "kv_format"
 
 
+def test_tenants_and_rules_of_a_file(engine: Engine, tmp_path: Path) -> None:
+    file = tmp_path / "kvarto.toml"
+    file.write_text(
+        "[tenants.acme]\nkeys = ['sk-acme']\n[tenants.beta]\nkeys = ['sk-beta']\n"
+        "[[rules]]\nmodel = 'smol-int4'\nkv = 'int4'\n[[rules]]\ntenant = 'acme'\nkv = 'bf16'\n"
+    )
+    with serving(engine, read_config(file)) as url, ExitStack() as stack:
+
+        def client(key: str) -> openai.OpenAI:
+            return stack.enter_context(openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0))
+
+        def chosen(key: str, model: str) -> str:
+            answer = client(key).chat.completions.create(model=model, messages=QUESTION, max_tokens=1)
+            assert answer.model == model
+            return (answer.system_fingerprint or "").rpartition("-")[2]
+
+        assert [chosen("sk-acme", MODEL), chosen("sk-acme", "smol-int4"), chosen("sk-beta", MODEL)] == [
+            "bf16",
+            "int4",
+            "int4",
+        ]
+        assert [model.id for model in client("sk-beta").models.list()] == [MODEL, "smol-int4"]
+        with pytest.raises(openai.AuthenticationError) as caught:
+            client("none").chat.completions.create(model=MODEL, messages=QUESTION)
+        assert caught.value.code == "invalid_api_key"
+
+
 @pytest.mark.parametrize(
     ("asked", "param", "code"),
     [
@@ -376,15 +437,20 @@ def test_who_leaves_frees_his_pages(url: str, stream: bool) -> None:
 
 def test_metrics_tell_what_happened(client: openai.OpenAI, url: str) -> None:
     names = ("prompt_tokens_total", "generated_tokens_total", "time_to_first_token_seconds_count",
-             "inter_token_latency_seconds_count", "e2e_request_latency_seconds_count", "request_queue_time_seconds_count")  # fmt: skip
+             "inter_token_latency_seconds_count", "e2e_request_latency_seconds_count", "request_queue_time_seconds_count",
+             "request_prefill_time_seconds_count", "request_decode_time_seconds_count", "request_time_per_output_token_seconds_count",
+             "prefix_cache_queries_total")  # fmt: skip
     before = {name: metric(url, f"kvarto_{name}", kv_format="int4") for name in names}
     client.completions.create(
         model=MODEL, prompt="The capital of France is", max_tokens=4, extra_body={"ignore_eos": True}
     )
     after = {name: metric(url, f"kvarto_{name}", kv_format="int4") for name in names}
-    assert [after[name] - before[name] for name in names] == [5, 4, 1, 3, 1, 1]
+    assert [after[name] - before[name] for name in names] == [5, 4, 1, 3, 1, 1, 1, 1, 1, 5]
     assert metric(url, "kvarto_pool_bytes") > metric(url, "kvarto_pool_idle_bytes") > 0
-    assert metric(url, "kvarto_steps_total") > 0
+    assert metric(url, "kvarto_steps_total") >= metric(url, "kvarto_step_seconds_count") > 0
+    assert metric(url, "kvarto_sealed_pages_total", kv_format="int4") > 0
+    assert metric(url, "kvarto_saturated_elements_total") == 0
+    assert metric(url, "kvarto_pool_blocks", state="free") > metric(url, "kvarto_pool_blocks", state="evictable") > 0
     assert metric(url, "kvarto_formats_info", kv_format="bf16", kernel="numba", device="cpu") == 1
 
 
@@ -448,14 +514,17 @@ def start(*words: str) -> tuple[subprocess.Popen[str], str, list[str]]:
     raise AssertionError("".join(said))
 
 
-def test_a_signal_lets_requests_finish() -> None:
-    process, url, said = start("--kv", "int8", "--memory", "16MiB", "--port", "0", "--threads", "1")
+def test_a_signal_lets_requests_finish(tmp_path: Path) -> None:
+    file = tmp_path / "kvarto.toml"
+    file.write_text("[serve]\nkv = 'int8'\nmemory = '16MiB'\nport = 1\n[[rules]]\nmodel = 'smol'\nkv = 'int8'")
+    process, url, said = start("--config", str(file), "--port", "0", "--threads", "1")
     assert process.stderr is not None
     try:
         shown = "".join(said)
         assert f"{MODEL} on cpu" in shown
         assert re.search(r"int8: 8\.50 bits per number, [\d,]+ tokens fit, kernel numba \(the default\)", shown)
-        body = {"prompt": "Once upon a time", "max_tokens": 30, "ignore_eos": True, "stream": True}
+        assert "rules for requests that name no format: 1, also as smol" in shown
+        body = {"model": "smol", "prompt": "Once upon a time", "max_tokens": 30, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
             lines = answer.iter_lines()
             next(lines)

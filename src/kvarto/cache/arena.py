@@ -62,6 +62,18 @@ class Arena:
         """Bytes of blocks in use."""
         return sum(len(extent.used) * self.block_units[extent.kind] * UNIT_BYTES for extent in self._extents)
 
+    def census(self) -> tuple[int, list[tuple[int, int]]]:
+        """Extents that belong to nobody, and of each kind (its extents, its blocks in use). Another thread may ask, and gets about what is so."""
+        extents, blocks = [0] * (len(self.block_units) + 1), [0] * (len(self.block_units) + 1)
+        for extent in self._extents:
+            extents[extent.kind] += 1  # nobody's is -1, the last one
+            blocks[extent.kind] += len(extent.used)
+        return extents[-1], list(zip(extents[:-1], blocks[:-1], strict=True))
+
+    def extent_slots(self, kind: int) -> int:
+        """Blocks of this kind that an extent has room for."""
+        return self._slots[kind]
+
     def capacity(self, kind: int) -> int:
         """Blocks of this kind, were all memory theirs."""
         return len(self._extents) * self._slots[kind]

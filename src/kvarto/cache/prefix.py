@@ -205,6 +205,10 @@ class PrefixCache:
         """Bytes of blocks that nobody holds and that may be found again."""
         return sum(len(idle) * self.arena.block_bytes(kind) for kind, idle in enumerate(self._idle))
 
+    def idle_count(self, kind: int) -> int:
+        """Blocks of a kind that nobody holds and that may be found again."""
+        return len(self._idle[kind])
+
     # ---- room ------------------------------------------------------------------------------------------------------
 
     def _make_room(self, kind: int) -> bool:

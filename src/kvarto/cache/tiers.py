@@ -222,7 +222,7 @@ class Tiers:
     def __init__(self, host: HostTier | None = None, disk: DiskTier | None = None) -> None:
         self.host, self.disk = host, disk
         self.hits = {"host": 0, "disk": 0}
-        self.kept_bytes = self.refused = 0
+        self.kept_bytes = self.found_bytes = self.refused = 0
 
     def __contains__(self, key: Key) -> bool:
         return (self.host is not None and key in self.host) or (self.disk is not None and key in self.disk)
@@ -231,9 +231,11 @@ class Tiers:
         """The bytes from the nearest tier that has them."""
         if self.host is not None and (data := self.host.get(key)) is not None:
             self.hits["host"] += 1
+            self.found_bytes += len(data)
             return data
         if self.disk is not None and (data := self.disk.get(key)) is not None:
             self.hits["disk"] += 1
+            self.found_bytes += len(data)
             if self.host is not None:
                 self._put_aside(self.host.put(key, data))
             return data

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from kvarto.codecs.base import Codec, Reader, assemble, extract, from_tile, to_tile
+from kvarto.codecs.base import Codec, Reader, assemble, beyond, extract, from_tile, to_tile
 from kvarto.jit import load_floats, torch
 from kvarto.layout import FieldSpec, Side, SlabLayout
 from kvarto.sealing import Cast
@@ -43,7 +43,7 @@ class Raw(Codec):
 
     def saturated(self, x: Tensor, side: Side) -> int:
         """Elements beyond the largest number of the dtype."""
-        return int((x.abs() > torch.finfo(getattr(torch, self.dtype)).max).sum())
+        return beyond(x, torch.finfo(getattr(torch, self.dtype)).max)
 
     def tile(self, layout: SlabLayout) -> Tile:
         """Values, without terms."""

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from kvarto.codecs.base import Codec, Reader, assemble, extract, from_tile, to_tile
+from kvarto.codecs.base import Codec, Reader, assemble, beyond, extract, from_tile, to_tile
 from kvarto.errors import ShapeError, UsageError
 from kvarto.jit import load_floats, load_fp8, torch
 from kvarto.layout import FieldSpec, Side, SlabLayout
@@ -77,7 +77,7 @@ class Fp8(Codec):
 
     def saturated(self, x: Tensor, side: Side) -> int:
         """Elements beyond the largest code times the scale; with token scales none are, but for the rounding of the scale."""
-        if self.scale_per == "token":
+        if self.scale_per == "token" or not beyond(x, self.limit * min(self.scales)):
             return 0
         return int((x.abs() > self.limit * self._scale(x)).sum())
 

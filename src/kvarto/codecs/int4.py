@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvarto.codecs import affine, hadamard
-from kvarto.codecs.base import Codec, Reader, assemble, extract, from_tile, to_tile
+from kvarto.codecs.base import Codec, Reader, assemble, beyond, extract, from_tile, to_tile
 from kvarto.codecs.packing import code_fields, code_planes, pack, pack_plane, unpack, unpack_plane, unpack_tile
 from kvarto.jit import available, load_floats, torch
 from kvarto.layout import FieldSpec, Side, SlabLayout
-from kvarto.sealing import Refine, Rotation
+from kvarto.sealing import FLOAT16_MAX, Refine, Rotation
 from kvarto.tile import Plane, Term, Tile
 
 if available("numba"):
@@ -98,7 +98,11 @@ class PageInt(Codec):
 
     def saturated(self, x: Tensor, side: Side) -> int:
         """Elements beyond float16, of values after rotation: those are what is clamped."""
-        return affine.out_of_range(_rotated(x) if side is Side.V else x)
+        if side is Side.K:
+            return affine.out_of_range(x)
+        # Rotation makes no number larger than sqrt(D) times the largest.
+        near = beyond(x, FLOAT16_MAX / x.shape[-1] ** 0.5)
+        return affine.out_of_range(_rotated(x)) if near else 0
 
     def tile(self, layout: SlabLayout) -> Tile:
         """Codes and column terms: of channels for K, of tokens for V. The slow channels' two more bits are a plane of their own."""

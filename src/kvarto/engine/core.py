@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,25 +21,38 @@ from kvarto.engine.offload import Offload
 from kvarto.engine.plan import StepPlan
 from kvarto.engine.probe import Probe, Probing
 from kvarto.engine.request import Finish, Request
-from kvarto.engine.sampling import Choice, choose
+from kvarto.engine.sampling import Choice, choose, logprobs_of
 from kvarto.engine.scheduler import Scheduler, Work
 from kvarto.engine.step import Step
 from kvarto.errors import KvartoError, UsageError
 from kvarto.formats import Policy
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 _log = logging.getLogger(__name__)
 _MOST_EMPTY_STEPS = 3
+# Of the float32 logits of scored prompts in a step; a few matrices of that size live at once.
+_SCORED_BYTES = 64 << 20
 _NOT_FINITE = "keys or values were not finite; check the model's weights"
 
 
 @dataclass(frozen=True)
 class Output:
-    """What a step brought a request: perhaps a token, perhaps its end; `error` says why for Finish.ERROR."""
+    """What a step brought a request: perhaps a token, perhaps its end; `error` says why for Finish.ERROR.
+
+    scored   what was asked for of the prompt's tokens, with the first output of a request
+    """
 
     request: Request
     choice: Choice | None = None
     finish: Finish | None = None
     error: str = ""
+    scored: tuple[Choice, ...] = ()
+
+
+StepListener = Callable[[int, int, float], None]
+"""Is told of each step, by the thread that steps: tokens of prompts (or computed again), tokens that follow generated ones, seconds."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +114,7 @@ class EngineCore:
             step_tokens=step_tokens,
             most_running=options.most_running,
             give_way=(lambda: False) if self.probe is None else self.probe.give_way,
+            most_scored=max(1, _SCORED_BYTES // (4 * self.forward.vocabulary)),
         )
         self._aside = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self.graphs = Graphs(self.forward, self.memory, self.device, self._aside)
@@ -109,6 +123,15 @@ class EngineCore:
         self.context_tokens = int(getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", 2**31))
         self.eos_tokens = _eos_tokens(model)
         self.steps = self._empty_steps = 0
+        self.on_step: list[StepListener] = []
+
+    @property
+    def live_tokens(self) -> tuple[int, int]:
+        """(Tokens of running requests that are in the cache, tokens that their pages have room for). Another thread may ask."""
+        holdings = [request.holding for request in list(self.scheduler.running)]
+        lengths = [holding.length for holding in holdings if holding is not None]
+        S = self.memory.page_tokens
+        return sum(lengths), sum(-(-length // S) * S for length in lengths)
 
     def why_not(self, request: Request) -> UsageError | None:
         """Why a request cannot be served, ever, or None."""
@@ -158,6 +181,14 @@ class EngineCore:
         now = time.monotonic()
         for work in works:
             work.request.began_seconds = work.request.began_seconds or now
+        decoded, computed = sum(work.count for work in works if work.decodes), sum(work.count for work in works)
+        outputs = self._compute(works)
+        for listener in self.on_step:
+            listener(computed - decoded, decoded, time.monotonic() - now)
+        return outputs
+
+    def _compute(self, works: Sequence[Work]) -> list[Output]:
+        """The step of these works."""
         try:
             plan = self.memory.plan(works, shape=self.graphs.shape_of(works))
             result = self._run(plan)
@@ -167,12 +198,12 @@ class EngineCore:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)  # a device that is lost fails again here, and ends the engine
             return [self._fail(work.request, f"{type(error).__name__}: {error}") for work in works]
-        # Before anything lets go of its holding, which says whether a work samples.
-        rows = [row for row, work in enumerate(w for w in plan.works if w.samples) if work not in broken]
-        sampled = [work.request for work in plan.works if work.samples and work not in broken]
+        # Before anything lets go of its holding, which says what is scored and whether a work samples.
+        rows, sampled = self._score(plan.works, broken, result.logits)
         for work in plan.works:
             if work not in broken:
                 work.request.holding.commit(work.request.tokens)
+        self.memory.count_sealed(plan)
         outputs = [self._fail(work.request, _NOT_FINITE) for work in broken]
         # A slice where nobody is left out: a list of rows would have to be sent.
         logits = result.logits[: len(rows)] if rows == [*range(len(rows))] else result.logits[rows]
@@ -190,6 +221,24 @@ class EngineCore:
             return result
         return self.forward.run(Step(self.memory, plan, self.device, self._aside))
 
+    @staticmethod
+    def _score(works: Sequence[Work], broken: Sequence[Work], logits: Tensor) -> tuple[list[int], list[Request]]:
+        """Note what was wanted of prompts; `logits` are those of `StepPlan.wanted`. Returns the rows of the others, and whose they are."""
+        rows, sampled, row = list[int](), list[Request](), 0
+        for work in works:
+            request, scored = work.request, work.scored
+            if scored and work not in broken:
+                assert request.sampling.prompt_logprobs is not None, "nobody asked for it"
+                tokens = request.tokens[scored.start + 1 : scored.stop + 1]
+                request.scored += logprobs_of(logits[row : row + len(scored)], tokens, request.sampling.prompt_logprobs)
+            row += len(scored)
+            if work.samples:
+                if work not in broken:
+                    rows.append(row)
+                    sampled.append(request)
+                row += 1
+        return rows, sampled
+
     def _unstick(self) -> list[Output]:
         """Nobody could go on. Once that is so because the last one that ran was preempted; then the first that waits has all memory for itself."""
         self._empty_steps += self._has_requests
@@ -199,15 +248,18 @@ class EngineCore:
         return [self._fail(self.scheduler.waiting[0], "it found no room in a memory that nobody else holds")]
 
     def _accept(self, request: Request, choice: Choice) -> Output:
-        """The next token of a request."""
+        """The next token of a request, unless it wants none."""
+        sampling, scored = request.sampling, tuple(request.scored) if not request.generated_tokens else ()
+        if sampling.max_tokens == 0:
+            self._end(request, Finish.LENGTH)
+            return Output(request, None, request.finish, scored=scored)
         request.tokens.append(choice.token)
-        sampling = request.sampling
         stops = choice.token in sampling.stop_token_ids or (choice.token in self.eos_tokens and not sampling.ignore_eos)
         if stops:
             self._end(request, Finish.STOP)
         elif len(request.tokens) >= request.most_tokens:
             self._end(request, Finish.LENGTH)
-        return Output(request, choice, request.finish)
+        return Output(request, choice, request.finish, scored=scored)
 
     def _fail(self, request: Request, reason: str) -> Output:
         self._end(request, Finish.ERROR)

@@ -16,7 +16,7 @@ import queue
 import re
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -66,7 +66,7 @@ class Ask:
     """What is asked for: a text or tokens to go on from, and how.
 
     kv         the format of its cache; None for the engine's first one, or for bf16 where the quality probe found that one too bad
-    identity   whose prefixes it may share: a tenant's salt, or None for everybody's
+    identity   whose prefixes it may share: a tenant's salt, or None for everybody's; files know it by its repr
     priority   lower goes first
     guide      what may be generated, or None for everything
     probed     it may be among those that the quality probe reads again
@@ -75,7 +75,7 @@ class Ask:
     prompt: str | Sequence[int]
     sampling: Sampling = field(default_factory=Sampling)
     kv: str | None = None
-    identity: str | None = None
+    identity: Hashable = None
     priority: int = 0
     guide: Guide | None = None
     probed: bool = True
@@ -83,12 +83,16 @@ class Ask:
 
 @dataclass(frozen=True)
 class Delta:
-    """What came of a request: tokens with their text (or text of earlier ones that was held back), and at the end why it ended."""
+    """What came of a request: tokens with their text (or text of earlier ones that was held back), and at the end why it ended.
+
+    The first one has what `Sampling.prompt_logprobs` asked for: `scored`, of all tokens of the prompt but the first.
+    """
 
     text: str = ""
     choices: tuple[Choice, ...] = ()
     finish: Finish | None = None
     error: str = ""
+    scored: tuple[Choice, ...] = ()
 
 
 @dataclass(eq=False)
@@ -104,7 +108,7 @@ class Ticket:
 
 @dataclass(frozen=True)
 class Completion:
-    """A request that is over. `text` is "" if the engine has no tokenizer."""
+    """A request that is over. `text` is "" if the engine has no tokenizer; `scored` as in Delta."""
 
     text: str
     tokens: tuple[int, ...]
@@ -114,6 +118,7 @@ class Completion:
     cached_tokens: int
     kv: str
     error: str = ""
+    scored: tuple[Choice, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -410,7 +415,7 @@ class Engine:
             output.request.finish = finish
             del self._tickets[output.request]
         choices = () if output.choice is None else (output.choice,)
-        self._say(ticket, Delta(text, choices, finish, output.error))
+        self._say(ticket, Delta(text, choices, finish, output.error, output.scored))
         self._let_follow(ticket)
 
     def _let_follow(self, ticket: Ticket) -> None:
@@ -443,4 +448,5 @@ def _completion(ticket: Ticket, deltas: Sequence[Delta]) -> Completion:
         cached_tokens=request.cached_tokens,
         kv=ticket.kv,
         error=last.error,
+        scored=tuple(request.scored),
     )

@@ -50,7 +50,7 @@ class Graphs:
 
     def shape_of(self, works: Sequence[Work]) -> Shape | None:
         """The shape in which a step can be replayed, or None if it cannot."""
-        if self.why_not is not None or not all(work.count == 1 and work.samples for work in works):
+        if self.why_not is not None or not all(work.count == 1 and work.samples and not work.scored for work in works):
             return None
         policies = {work.request.policy for work in works}
         if len(policies) > 1 or not all(layer.pages.replayable for layer in self._layers(*policies)):

@@ -7,6 +7,7 @@ addresses i pages further on. Behind the arena lies the scratch (holding.py), fo
 from __future__ import annotations
 
 import bisect
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -69,6 +70,11 @@ class Offer:
         return ", ".join(sorted(names))
 
     @property
+    def saturated_elements(self) -> int:
+        """Numbers that were beyond their codec's range when their page was sealed, ever. Waits for the device."""
+        return sum(layer.pages.saturated_elements for layer in self.layers)
+
+    @property
     def bits_per_number(self) -> float:
         """Bits that a cached number costs in sealed pages, on average over all layers."""
         layouts = [layer.pages.layout for layer in self.layers]
@@ -104,6 +110,7 @@ class Memory:
             self._bytes.fill_(0xFF)  # NaN in every float
         self.offers = [plan.offer(self._view) for plan in plans]
         page_units = {kind: page_bytes // UNIT_BYTES for kind, (_, page_bytes) in enumerate(kinds)}
+        self._sealed: Counter[tuple[int, int]] = Counter()  # blocks, by policy and group
         self.scratch = Scratch(self.arena.nbytes // UNIT_BYTES, page_units, scratch_pages)
 
     def begin(self, request: Request, *, keep: bool = True) -> Holding:
@@ -116,6 +123,21 @@ class Memory:
     ) -> StepPlan:  # fmt: skip
         """A step of works whose blocks are reserved; see `StepPlan`. The next plan takes its scratch."""
         return StepPlan(works, [offer.groups for offer in self.offers], self.scratch, shape=shape, wanted=wanted)
+
+    def count_sealed(self, plan: StepPlan) -> None:
+        """The step of this plan is over."""
+        for part in plan.parts:
+            for number, group in enumerate(part.groups):
+                self._sealed[part.policy, number] += group.sealed
+
+    def sealed(self, policy: int) -> tuple[int, int]:
+        """(Pages sealed under a policy, each of one layer; numbers in them), ever."""
+        pages = numbers = 0
+        for layer in self.offers[policy].layers:
+            count, geometry = self._sealed[policy, layer.group], layer.pages.spec.geometry
+            pages += count
+            numbers += count * geometry.elements_per_token * geometry.page_tokens
+        return pages, numbers
 
     def why_not(self, request: Request) -> str | None:
         """Why a request could never run to its end, or None."""

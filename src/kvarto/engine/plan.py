@@ -31,12 +31,13 @@ class Shape:
 @dataclass(frozen=True)
 class GroupPlan:
     """In a group of layers, as numbers of arrays: raw page and slot of each token, int64 [tokens]; raw and sealed addresses of the pages to be
-    sealed, int32 [2, n], None without any; tables int32 [B, N], None where nothing is packed.
+    sealed, int32 [2, n], None without any, and how many those are; tables int32 [B, N], None where nothing is packed.
     """
 
     pages: int
     slots: int
     seal: int | None
+    sealed: int
     raw_table: int
     packed_table: int | None
 
@@ -57,8 +58,8 @@ class StepPlan:
     """`works` in the order in which their tokens stand; groups[policy] are those of the policy.
 
     tokens, positions   numbers of int64 [T]: what goes into the model, and its places
-    wanted              number of int64 [n]: tokens of the step whose logits are wanted: the last one of each sequence that can be given a next one,
-                        or those that were named; padded, of each row
+    wanted              number of int64 [n]: tokens of the step whose logits are wanted: of each sequence those that are scored, then the last one if
+                        it can be given a next one; or those that were named; padded, of each row
     ends                of each work, where its tokens end
     """
 
@@ -85,11 +86,16 @@ class StepPlan:
         self.tokens = self._add(np.concatenate([*tokens, spares]))
         self.positions = self._add(np.concatenate([*places, spares]))
         if wanted is None:
-            wanted = range(shape.rows) if shape else self._last_tokens()
+            wanted = range(shape.rows) if shape else self._wanted()
         self.wanted = self._add(np.array(wanted, np.int64))
 
-    def _last_tokens(self) -> list[int]:
-        return [end - 1 for work, end in zip(self.works, self.ends.tolist(), strict=True) if work.samples]
+    def _wanted(self) -> list[int]:
+        places: list[int] = []
+        for work, end in zip(self.works, self.ends.tolist(), strict=True):
+            first = end - work.count - work.request.holding.length
+            places += [first + place for place in work.scored]
+            places += [end - 1] * work.samples
+        return places
 
     def works_of(self, tokens: Any) -> list[Work]:
         """Whose these tokens of the step are, int64 [n]; those of padding are nobody's."""
@@ -150,6 +156,7 @@ class StepPlan:
             pages=self._add(np.concatenate([*pages, np.full(spare, start, np.int64)])),
             slots=self._add(np.concatenate([*slots, np.zeros(spare, np.int64)])),
             seal=self._add(seal) if seal.size else None,
+            sealed=len(pairs),
             raw_table=self._add(raw),
             packed_table=self._add(packed) if shape or (packed >= 0).any() else None,
         )

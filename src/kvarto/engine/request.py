@@ -22,7 +22,9 @@ class Sampling:
     top_k         only the so many likeliest; 0: all
     min_p         only those at least so likely, relative to the likeliest
     seed          equal seeds give equal tokens, whatever else is in the batch, up to float rounding; None: another one for each request
+    max_tokens    0 computes the prompt, and nothing follows
     logprobs      report the log probability of each token, and of the so many likeliest; None: nothing
+    prompt_logprobs   the same of each token of the prompt but the first; then nothing of the prompt is taken from the prefix cache
     stop          the text ends before any of these
 
     Raises UsageError that names the field.
@@ -40,9 +42,10 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        _between("max_tokens", self.max_tokens, 1, math.inf)
+        _between("max_tokens", self.max_tokens, 0, math.inf)
         _between("temperature", self.temperature, 0, 100)
         _between("top_p", self.top_p, 0, 1)
         _between("top_k", self.top_k, 0, math.inf)
@@ -53,8 +56,9 @@ class Sampling:
             raise UsageError("top_p", "more than 0", self.top_p)
         if self.seed is not None:
             _between("seed", self.seed, -(2**63), 2**63 - 1)
-        if self.logprobs is not None:
-            _between("logprobs", self.logprobs, 0, MOST_LOGPROBS)
+        for name, value in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            if value is not None:
+                _between(name, value, 0, MOST_LOGPROBS)
         if not all(self.stop):
             raise UsageError("stop", "strings that are not empty", self.stop)
 
@@ -94,6 +98,7 @@ class Request:
     guide        what may be generated, None: everything
     probed       it may be among those that the quality probe reads again
     holding      what it holds of the memory while it runs
+    scored       of the prompt's second, third ... token a `sampling.Choice`, as far as `Sampling.prompt_logprobs` was seen to
     began_seconds   time.monotonic() of its first step, None while it waits for it
     """
 
@@ -109,6 +114,7 @@ class Request:
     seed: int = field(init=False)
     order: int = field(default=0, init=False)
     holding: Any = field(default=None, init=False)
+    scored: list[Any] = field(default_factory=list, init=False)
     cached_tokens: int = field(default=0, init=False)
     preemptions: int = field(default=0, init=False)
     finish: Finish | None = field(default=None, init=False)
@@ -127,9 +133,24 @@ class Request:
         return self.tokens[self.prompt_tokens :]
 
     @property
+    def generated_tokens(self) -> int:
+        """How many."""
+        return len(self.tokens) - self.prompt_tokens
+
+    @property
     def most_tokens(self) -> int:
         """How long it may become."""
         return self.prompt_tokens + self.sampling.max_tokens
+
+    @property
+    def scores(self) -> bool:
+        """Log probabilities of its prompt are wanted, and not all are there."""
+        return self.sampling.prompt_logprobs is not None and len(self.scored) < self.prompt_tokens - 1
+
+    @property
+    def findable(self) -> list[int]:
+        """The tokens that the prefix cache may be asked for, which never gives the last one: what must be scored must be computed."""
+        return self.tokens[: len(self.scored) + 1] if self.scores else self.tokens
 
     @property
     def rank(self) -> tuple[int, int]:

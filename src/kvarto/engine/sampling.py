@@ -21,12 +21,14 @@ class Choice:
     """The token chosen; its log probability and the likeliest tokens with theirs, of the model's own distribution, if they were asked for.
 
     error   why none could be chosen
+    rank    of a token that was given: 1 is the likeliest
     """
 
     token: int
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
     error: str = ""
+    rank: int | None = None
 
 
 def choose(logits: Tensor, requests: Sequence[Request]) -> list[Choice]:
@@ -57,7 +59,14 @@ def _next_token(row: Tensor, request: Request) -> int:
 
 def logprobs_of(logits: Tensor, tokens: Sequence[int], top: int) -> list[Choice]:
     """What the model thought of tokens that are known: logits float32 [n, V] at the places before them."""
-    return [_describe(row, token, top) for row, token in zip(logits, tokens, strict=True)]
+    logs = torch.log_softmax(logits, -1)
+    own = logs.gather(-1, torch.tensor(tokens, device=logs.device)[:, None])
+    ranks, best = (logs > own).sum(-1) + 1, torch.topk(logs, top)
+    columns = (own[:, 0].tolist(), ranks.tolist(), best.indices.tolist(), best.values.tolist())
+    return [
+        Choice(token, logprob, tuple(zip(likeliest, values, strict=True)), rank=rank)
+        for token, logprob, rank, likeliest, values in zip(tokens, *columns, strict=True)
+    ]
 
 
 def _describe(row: Tensor, token: int, top: int | None) -> Choice:

@@ -8,6 +8,7 @@ and the rest is computed again. A waiting request is let in as soon as its first
 from __future__ import annotations
 
 import bisect
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -27,9 +28,22 @@ class Work:
         """The step computes the last token that is known, so the next one can be chosen."""
         return self.count == self.request.missing
 
+    @property
+    def decodes(self) -> bool:
+        """It computes what was generated. Before the step is committed."""
+        return bool(self.request.holding.length >= self.request.prompt_tokens)
+
+    @property
+    def scored(self) -> range:
+        """Places of the prompt whose logits say how likely the token behind them was, which nobody has seen yet. Before the step is committed."""
+        request, first = self.request, self.request.holding.length
+        if not request.scores:
+            return range(0)
+        return range(max(first, len(request.scored)), min(first + self.count, request.prompt_tokens - 1))
+
 
 class Scheduler:
-    """`step_tokens` at most are computed in a step, of `most_running` requests.
+    """`step_tokens` at most are computed in a step, of `most_running` requests, and of prompts that are scored `most_scored`: those have logits.
 
     begin      opens the books of a request that is let in
     released   counts what was let go of, ever: who found no room does not look again before it has grown
@@ -37,15 +51,17 @@ class Scheduler:
     """
 
     def __init__(
-        self, begin: Callable[[Request], Holding], released: Callable[[], int], *, step_tokens: int, most_running: int,
-        give_way: Callable[[], bool] = lambda: False,
+        self, begin: Callable[[Request], Holding], released: Callable[[], int], *,
+        step_tokens: int, most_running: int, most_scored: int = 512, give_way: Callable[[], bool] = lambda: False,
     ) -> None:  # fmt: skip
         self._begin, self._released, self._step_tokens, self._most_running = begin, released, step_tokens, most_running
-        self._give_way = give_way
+        self._most_scored, self._give_way = most_scored, give_way
         self._refused: tuple[Request, int] | None = None
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.preemptions = 0
+        # By policy: prompt tokens that the prefix cache was asked for, and had.
+        self.queried_tokens, self.found_tokens = Counter[int](), Counter[int]()
         self._arrived = 0
 
     def add(self, request: Request) -> None:
@@ -68,12 +84,14 @@ class Scheduler:
         works: dict[Request, Work] = {}
         preempted = False
         for request in sorted(self.running, key=lambda request: (request.missing > 1, request.rank)):
-            left = self._left(works)
-            if left == 0:
+            if self._left(works) == 0:
                 break
             if request.holding is None:  # preempted for the sake of one before it
                 continue
-            _find(request)
+            left = self._left(works, request)
+            if left == 0:
+                continue
+            self.found_tokens[request.policy] += _find(request)
             count = min(request.missing, left)
             while not self._reserve(request, count):
                 victim = max(self.running, key=lambda other: other.rank)
@@ -89,9 +107,10 @@ class Scheduler:
         return list(works.values())
 
     def _let_in(self, works: dict[Request, Work]) -> None:
-        while self.waiting and len(self.running) < self._most_running and (left := self._left(works)):
+        while self.waiting and len(self.running) < self._most_running:
             request = self.waiting[0]
-            if self._refused == (request, self._released()):
+            left = self._left(works, request)
+            if left == 0 or self._refused == (request, self._released()):
                 return
             request.holding = self._begin(request)
             found = _find(request)
@@ -102,6 +121,9 @@ class Scheduler:
                 request.cached_tokens -= found
                 self._refused = (request, self._released())
                 return
+            self.found_tokens[request.policy] += found
+            if not request.preemptions and not request.scores:
+                self.queried_tokens[request.policy] += request.prompt_tokens
             self.running.append(self.waiting.pop(0))
             works[request] = Work(request, count)
 
@@ -115,8 +137,12 @@ class Scheduler:
         """The first one that waits found no room."""
         return bool(self.waiting) and self._refused is not None and self._refused[0] is self.waiting[0]
 
-    def _left(self, works: dict[Request, Work]) -> int:
-        return self._step_tokens - sum(work.count for work in works.values())
+    def _left(self, works: dict[Request, Work], request: Request | None = None) -> int:
+        """How many tokens the step has room for, of this request."""
+        left = self._step_tokens - sum(work.count for work in works.values())
+        if request is not None and request.scores:
+            left = min(left, self._most_scored - sum(len(work.scored) for work in works.values()))
+        return left
 
     def preempt(self, request: Request) -> None:
         """A running request lets go of what it holds, and waits. What of it is not found again will be computed again."""
@@ -132,8 +158,8 @@ class Scheduler:
 
 
 def _find(request: Request) -> int:
-    """Take what the prefix cache has. What a preempted request computed itself does not count as cached."""
-    found: int = request.holding.find(request.tokens)
+    """Take what the prefix cache has. Returns how much of it counts as cached: not what a preempted request computed itself."""
+    found: int = request.holding.find(request.findable)
     if request.preemptions:
         return 0
     request.cached_tokens += found

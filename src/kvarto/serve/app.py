@@ -21,12 +21,13 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from kvarto import __version__
-from kvarto.engine.engine import Engine
+from kvarto.engine.engine import Delta, Engine
 from kvarto.errors import EngineClosed, KvartoError, Overloaded, Unsupported, UsageError
 from kvarto.serve.job import Job
 from kvarto.serve.metrics import CONTENT_TYPE
+from kvarto.serve.rules import Caller, Config, UnknownKey
 from kvarto.serve.service import FORMAT_HEADER, Plan, Service, TooLong, UnknownModel
-from kvarto.serve.shapes import Json
+from kvarto.serve.shapes import Json, Shape
 
 _MOST_BODY_BYTES = 64 * 2**20
 _RETRY_AFTER_SECONDS = 1
@@ -39,9 +40,9 @@ class BodyTooLarge(KvartoError):
     """A body of more bytes than any request needs."""
 
 
-def make_app(engine: Engine) -> Starlette:
+def make_app(engine: Engine, config: Config | None = None) -> Starlette:
     """The ASGI application. It does not close the engine."""
-    service = Service(engine)
+    service = Service(engine, config)
 
     async def completions(request: Request) -> Response:
         return await _generate(service, request, service.completion)
@@ -50,15 +51,15 @@ def make_app(engine: Engine) -> Starlette:
         return await _generate(service, request, service.chat)
 
     async def tokenize(request: Request) -> Response:
-        return JSONResponse(await run_in_threadpool(service.tokenize, await _body(request), None))
+        _caller(service, request)
+        return JSONResponse(await run_in_threadpool(service.tokenize, await _body(request)))
 
-    async def models(_: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [service.model()]})
+    async def models(request: Request) -> Response:
+        caller = _caller(service, request)
+        return JSONResponse({"object": "list", "data": [service.model(name, caller) for name in service.names]})
 
     async def model(request: Request) -> Response:
-        if request.path_params["name"] != service.name:
-            raise UnknownModel("model", request.path_params["name"], [service.name])
-        return JSONResponse(service.model())
+        return JSONResponse(service.model(request.path_params["name"], _caller(service, request)))
 
     async def health(_: Request) -> Response:
         if engine.why_closed:
@@ -83,11 +84,18 @@ def make_app(engine: Engine) -> Starlette:
     return Starlette(routes=routes, exception_handlers=handlers)
 
 
-async def _generate(service: Service, request: Request, understand: Callable[[bytes, str | None], Plan]) -> Response:
+def _caller(service: Service, request: Request) -> Caller:
+    """Raises UnknownKey."""
+    tenant = service.config.tenant_of(request.headers.get("authorization"))
+    return Caller(request.url.path, request.headers, tenant)
+
+
+async def _generate(service: Service, request: Request, understand: Callable[[bytes, Caller], Plan]) -> Response:
     """Both kinds of generation, streamed or whole."""
-    arrived, header, kv_format = time.monotonic(), request.headers.get(FORMAT_HEADER), ""
+    arrived, kv_format = time.monotonic(), ""
     try:
-        plan = await run_in_threadpool(understand, await _body(request), header)
+        caller = _caller(service, request)  # before anything is read
+        plan = await run_in_threadpool(understand, await _body(request), caller)
         kv_format = str(plan.asks[0][0].kv)
         job = Job(service.engine, service.metrics, plan.asks, name=plan.id, arrived=arrived)
         await run_in_threadpool(job.submit)
@@ -97,31 +105,34 @@ async def _generate(service: Service, request: Request, understand: Callable[[by
         raise
     headers = {FORMAT_HEADER: job.kv_format}
     if plan.stream:
-        return _EventStream(_events(service, plan, job), job, headers)
+        return _EventStream(_events(plan, job), job, headers)
     try:
-        answer = await _unless_gone(request.receive, _whole(service, plan, job))
+        answer = await _unless_gone(request.receive, _whole(plan, job))
     finally:
         job.close()
-    return Response(status_code=_CLIENT_GONE) if answer is None else JSONResponse(answer, headers=headers)
+    if answer is None:
+        return Response(status_code=_CLIENT_GONE)
+    return await run_in_threadpool(JSONResponse, answer, headers=headers)  # which writes the JSON
 
 
-async def _whole(service: Service, plan: Plan, job: Job) -> Json:
+async def _whole(plan: Plan, job: Job) -> Json:
     parts = [list(shape.begin()) for shape in plan.shapes]
     async for index, delta in job.news():
-        parts[index] += plan.shapes[index].feed(delta)
+        parts[index] += await _feed(plan.shapes[index], delta)
     choices = [shape.whole(own) for shape, own in zip(plan.shapes, parts, strict=True)]
-    return _about(service, plan, job, plan.kinds[0]) | {"choices": choices, "usage": job.usage}
+    answer = _about(plan, job, plan.kinds[0]) | {"choices": choices, "usage": job.usage}
+    return answer | plan.shapes[0].beside()
 
 
-async def _events(service: Service, plan: Plan, job: Job) -> AsyncIterator[str]:
-    about = _about(service, plan, job, plan.kinds[1])
+async def _events(plan: Plan, job: Job) -> AsyncIterator[str]:
+    about = _about(plan, job, plan.kinds[1])
     tail = {"usage": None} if plan.include_usage else {}
     for shape in plan.shapes:
         for part in shape.begin():
             yield _event(about | {"choices": [part]} | tail)
     try:
         async for index, delta in job.news():
-            for part in plan.shapes[index].feed(delta):
+            for part in await _feed(plan.shapes[index], delta):
                 yield _event(about | {"choices": [part]} | tail)
         if plan.include_usage:
             yield _event(about | {"choices": [], "usage": job.usage})
@@ -130,12 +141,17 @@ async def _events(service: Service, plan: Plan, job: Job) -> AsyncIterator[str]:
     yield "data: [DONE]\n\n"
 
 
-def _about(service: Service, plan: Plan, job: Job, kind: str) -> Json:
+async def _feed(shape: Shape, delta: Delta) -> list[Json]:
+    """The parts; a whole prompt's take a while."""
+    return await run_in_threadpool(list, shape.feed(delta)) if delta.scored else list(shape.feed(delta))
+
+
+def _about(plan: Plan, job: Job, kind: str) -> Json:
     return {
         "id": plan.id,
         "object": kind,
         "created": int(time.time()),
-        "model": service.name,
+        "model": plan.model,
         "system_fingerprint": f"kvarto-{__version__}-{job.kv_format}",
     }
 
@@ -192,7 +208,7 @@ async def _body(request: Request) -> bytes:
 
 def _outcome(error: KvartoError) -> str:
     """As metrics count it."""
-    return {Overloaded: "overloaded", EngineClosed: "closing"}.get(type(error), "invalid")
+    return {Overloaded: "overloaded", EngineClosed: "closing", UnknownKey: "unauthorized"}.get(type(error), "invalid")
 
 
 def _explain(error: KvartoError) -> tuple[int, Json, dict[str, str]]:
@@ -204,6 +220,13 @@ def _explain(error: KvartoError) -> tuple[int, Json, dict[str, str]]:
             status, kind, code = 400, "invalid_request_error", "context_length_exceeded"
         case UnknownModel():
             status, kind, code = 404, "invalid_request_error", "model_not_found"
+        case UnknownKey():
+            status, kind, code, headers = (
+                401,
+                "invalid_request_error",
+                "invalid_api_key",
+                {"WWW-Authenticate": "Bearer"},
+            )
         case UsageError() | Unsupported():
             status, kind = 400, "invalid_request_error"
         case BodyTooLarge():

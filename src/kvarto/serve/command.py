@@ -6,7 +6,7 @@ import logging
 import socket
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
@@ -22,6 +22,7 @@ from kvarto.formats import parse_policy
 from kvarto.layout import PAGE_TOKENS
 from kvarto.models.load import load
 from kvarto.serve.app import make_app
+from kvarto.serve.rules import Config, check_formats, read_config
 
 _FLUSH_SECONDS = 5
 _log = logging.getLogger("kvarto.serve")
@@ -53,7 +54,17 @@ class ServeOptions:
     probe_threshold: float | None
 
 
-def serve_command(options: ServeOptions) -> None:
+def serve_command(options: ServeOptions, file: Path | None = None, given: Sequence[str] = ()) -> None:
+    """As `serve`, with what a configuration file says of options that are not `given`, and its tenants and rules."""
+    config = Config() if file is None else read_config(file)
+    options = replace(options, **config.options_but(given))
+    if file is not None:
+        offered = [str(parse_policy(text)) for text in (options.kv, *options.also)]
+        check_formats(file, config, offered, lambda text: str(parse_policy(text)))
+    serve(options, config)
+
+
+def serve(options: ServeOptions, config: Config) -> None:
     """Serve until a signal comes. Raises what loading, the engine and binding the address raise, before anything is served."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
@@ -81,16 +92,16 @@ def serve_command(options: ServeOptions) -> None:
             probe=probing,
         )
         with engine:
-            config = uvicorn.Config(
-                make_app(engine), log_config=None, access_log=False, timeout_graceful_shutdown=_FLUSH_SECONDS
+            http = uvicorn.Config(
+                make_app(engine, config), log_config=None, access_log=False, timeout_graceful_shutdown=_FLUSH_SECONDS
             )
-            for line in describe(engine):
+            for line in [*describe(engine), *describe_rules(config)]:
                 console.print(line)
             warm_up(engine)
             address = listener.getsockname()
             host = f"[{address[0]}]" if ":" in address[0] else address[0]
             console.print(f"listening on http://{host}:{address[1]}/v1")
-            DrainingServer(config, engine, options.drain_seconds).run(sockets=[listener])
+            DrainingServer(http, engine, options.drain_seconds).run(sockets=[listener])
 
 
 def describe(engine: Engine) -> list[str]:
@@ -110,6 +121,18 @@ def describe(engine: Engine) -> list[str]:
         lines.append(
             f"  probe: {100 * core.probe.share:.3g} % of the requests in other formats are read again in {BASELINE}"
         )
+    return lines
+
+
+def describe_rules(config: Config) -> list[str]:
+    """What the configuration adds to that."""
+    lines = []
+    if config.rules:
+        names = f", also as {', '.join(config.aliases)}" if config.aliases else ""
+        lines.append(f"  rules for requests that name no format: {len(config.rules)}{names}")
+    if config.tenants:
+        others = "get 401" if config.needs_keys else "are served as nobody's"
+        lines.append(f"  tenants: {', '.join(config.tenants)}; requests without a key of theirs {others}")
     return lines
 
 

@@ -10,7 +10,7 @@ import re
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
-from pydantic_core import from_json
+from pydantic_core import ErrorDetails, from_json
 
 from kvarto.engine.request import MOST_LOGPROBS, Sampling
 from kvarto.errors import UsageError
@@ -66,13 +66,18 @@ def read(kind: type[M], body: bytes) -> M:
 def _explain(error: ValidationError) -> UsageError:
     """The first thing that is wrong."""
     first = error.errors(include_url=False)[0]
-    name, got = _path(first["loc"]) or "body", repr(first["input"])
+    return UsageError(_path(first["loc"]) or "body", *expectation(first))
+
+
+def expectation(wrong: ErrorDetails) -> tuple[str, str, str]:
+    """What was expected, what came, and what to do."""
+    if wrong["type"] == "missing":
+        return "a value", "nothing", ""
+    got = repr(wrong["input"])
     got = got if len(got) <= _SHOWN_CHARACTERS else got[:_SHOWN_CHARACTERS] + "..."
-    if first["type"] == "missing":
-        return UsageError(name, "a value", "nothing")
-    if first["type"] == "extra_forbidden":
-        return UsageError(name, "only fields that this server supports", got, "leave it out")
-    return UsageError(name, _PREAMBLE.sub("", first["msg"]), got)
+    if wrong["type"] == "extra_forbidden":
+        return "only fields that this server supports", got, "leave it out"
+    return _PREAMBLE.sub("", wrong["msg"]), got, ""
 
 
 def _path(location: tuple[int | str, ...]) -> str:
@@ -256,6 +261,7 @@ class Generation(Model):
     ignore_eos: bool = False
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
+    prompt_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     kv_format: str | None = None
     cache_salt: str | None = None
 
@@ -265,8 +271,18 @@ class Generation(Model):
             raise ValueError("stream_options only with stream")
         return self
 
-    def sampling(self, max_tokens: int, logprobs: int | None) -> list[Sampling]:
-        """One for each of the n choices: a seed gives each of them another one. Raises UsageError."""
+    @property
+    def least_tokens(self) -> int:
+        """How many must be generated at least: who wants to know of the prompt may want none."""
+        return 1 if self.prompt_logprobs is None else 0
+
+    def check_stream(self) -> None:
+        """Raises UsageError if something is wanted that a stream has no place for."""
+        if self.stream and self.prompt_logprobs is not None:
+            raise UsageError("prompt_logprobs", "no stream", self.prompt_logprobs, "leave out stream")
+
+    def sampling(self, max_tokens: int, logprobs: int | None, scored: int | None = None) -> list[Sampling]:
+        """One for each of the n choices: a seed gives each of them another one. `scored` is its prompt_logprobs. Raises UsageError."""
         return [
             Sampling(
                 max_tokens=max_tokens,
@@ -281,6 +297,7 @@ class Generation(Model):
                 stop_token_ids=tuple(self.stop_token_ids),
                 ignore_eos=self.ignore_eos,
                 logprobs=logprobs,
+                prompt_logprobs=scored,
             )
             for choice in range(self.n)
         ]
@@ -297,6 +314,20 @@ class CompletionRequest(Generation):
     prompt: Prompts
     max_tokens: int = _COMPLETION_TOKENS
     logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    echo: bool = False
+
+    @property
+    def least_tokens(self) -> int:
+        """See `Generation.least_tokens`."""
+        return 0 if self.echo else super().least_tokens
+
+    @property
+    def scored(self) -> int | None:
+        """How many likely tokens the answer shows of each place of the prompt, in one way or another."""
+        shown = [
+            number for number in (self.prompt_logprobs, self.logprobs if self.echo else None) if number is not None
+        ]
+        return max(shown, default=None)
 
 
 class ChatRequest(Generation):

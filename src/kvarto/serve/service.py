@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvarto import __version__
 from kvarto.engine.engine import Ask, Engine, Offered
+from kvarto.engine.request import Sampling
 from kvarto.errors import UnknownName, Unsupported, UsageError
 from kvarto.serve.chat import ChatTemplate
 from kvarto.serve.metrics import Metrics
 from kvarto.serve.protocol import ChatRequest, CompletionRequest, Generation, Message, TokenizeRequest, Tool, read
-from kvarto.serve.shapes import ChatShape, CompletionShape, Json, Names, Shape, new_id
+from kvarto.serve.rules import Caller, Config
+from kvarto.serve.shapes import ChatShape, CompletionShape, Json, Names, Prompt, Shape, new_id
 from kvarto.serve.structured import GrammarGuide, Structure
 
 FORMAT_HEADER = "X-KV-Format"
@@ -38,72 +40,85 @@ class Plan:
     stream: bool
     include_usage: bool
     kinds: tuple[str, str]  # of a whole answer, of a chunk
+    model: str  # as the client calls it
     id: str
 
 
 class Service:
     """An engine behind HTTP. Raises Unsupported if its model has no tokenizer."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, config: Config | None = None) -> None:
         if engine.tokenizer is None:
             raise Unsupported("a model without a tokenizer cannot be served")
         self.engine, self.name, self.created = engine, engine.loaded.name, int(time.time())
+        self.config = config or Config()
+        self.names = list(dict.fromkeys([self.name, *self.config.aliases]))
         self.template = ChatTemplate(engine.tokenizer)
         self.metrics = Metrics(engine)
         self._structure = Structure(engine.tokenizer, engine.core.forward.vocabulary, engine.core.eos_tokens)
 
     # ---- what clients want -----------------------------------------------------------------------------------------
 
-    def completion(self, body: bytes, header: str | None) -> Plan:
+    def completion(self, body: bytes, caller: Caller) -> Plan:
         """POST /v1/completions. Raises UsageError or Unsupported."""
         wanted = read(CompletionRequest, body)
-        offered = self._offered(wanted, header)
+        wanted.check_stream()
+        offered = self._offered(wanted, caller)
         self._check_number("prompt", len(wanted.prompt) * wanted.n)
+        names, asks, shapes = self._names(wanted), list[list[Ask]](), list[Shape]()
         prompts = [self._tokens(prompt) if isinstance(prompt, str) else prompt for prompt in wanted.prompt]
-        offered = self._routed(offered, wanted, header, max(map(len, prompts), default=0), wanted.max_tokens)
-        asks = []
-        for tokens in prompts:
-            max_tokens = _fitting(offered, len(tokens), wanted.max_tokens, ("prompt", "max_tokens"))
+        offered = self._routed(offered, wanted, caller, max(map(len, prompts), default=0), wanted.max_tokens)
+        for prompt, tokens in zip(wanted.prompt, prompts, strict=True):
+            max_tokens = _fitting(offered, len(tokens), wanted, (wanted.max_tokens, "prompt", "max_tokens"))
             asks.append(
                 [
-                    Ask(tokens, sampling, offered.name, wanted.cache_salt)
-                    for sampling in wanted.sampling(max_tokens, wanted.logprobs)
+                    self._ask(tokens, sampling, offered, wanted, caller)
+                    for sampling in wanted.sampling(max_tokens, wanted.logprobs, wanted.scored)
                 ]
             )
-        names = self._names(wanted)
+            shown = Prompt(
+                tokens,
+                text=(prompt if isinstance(prompt, str) else names.text(tokens)) if wanted.echo else "",
+                logprobs=wanted.logprobs if wanted.echo else None,
+                scores=wanted.prompt_logprobs,
+            )
+            shapes += [CompletionShape(len(shapes) + i, names, shown) for i in range(wanted.n)]
         return Plan(
             asks=asks,
-            shapes=[CompletionShape(index, names) for index in range(len(asks) * wanted.n)],
+            shapes=shapes,
             stream=wanted.stream,
             include_usage=wanted.stream_options.include_usage,
             kinds=("text_completion", "text_completion"),
+            model=wanted.model or self.name,
             id=new_id("cmpl-"),
         )
 
-    def chat(self, body: bytes, header: str | None) -> Plan:
+    def chat(self, body: bytes, caller: Caller) -> Plan:
         """POST /v1/chat/completions. Raises UsageError or Unsupported."""
         wanted = read(ChatRequest, body)
-        offered = self._offered(wanted, header)
+        wanted.check_stream()
+        offered = self._offered(wanted, caller)
         self._check_number("n", wanted.n)
         tokens = self._chat_tokens(wanted.messages, wanted.tools if wanted.offered_tools else [])
-        offered = self._routed(offered, wanted, header, len(tokens), wanted.limit)
-        max_tokens = _fitting(offered, len(tokens), wanted.limit, ("messages", wanted.limit_field))
+        offered = self._routed(offered, wanted, caller, len(tokens), wanted.limit)
+        max_tokens = _fitting(offered, len(tokens), wanted, (wanted.limit, "messages", wanted.limit_field))
         guide = self._guide(wanted)
         asks = [
-            Ask(tokens, sampling, offered.name, wanted.cache_salt, guide=None if guide is None else guide.copy())
-            for sampling in wanted.sampling(max_tokens, wanted.most_logprobs)
+            replace(self._ask(tokens, sampling, offered, wanted, caller), guide=None if guide is None else guide.copy())
+            for sampling in wanted.sampling(max_tokens, wanted.most_logprobs, wanted.prompt_logprobs)
         ]
-        names = self._names(wanted)
+        names, shown = self._names(wanted), Prompt(tokens, scores=wanted.prompt_logprobs)
         return Plan(
             asks=[asks],
-            shapes=[ChatShape(index, names, wanted.offered_tools) for index in range(wanted.n)],
+            shapes=[ChatShape(index, names, wanted.offered_tools, shown) for index in range(wanted.n)],
             stream=wanted.stream,
             include_usage=wanted.stream_options.include_usage,
             kinds=("chat.completion", "chat.completion.chunk"),
+            model=wanted.model or self.name,
             id=new_id("chatcmpl-"),
         )
 
-    def tokenize(self, body: bytes, _header: str | None) -> Json:
+    def tokenize(self, body: bytes) -> Json:
         """POST /tokenize. Raises UsageError or Unsupported."""
         wanted = read(TokenizeRequest, body)
         self._check_model(wanted.model)
@@ -113,8 +128,9 @@ class Service:
             tokens = self._tokens(wanted.prompt, add_special_tokens=wanted.add_special_tokens)
         return {"tokens": tokens, "count": len(tokens), "max_model_len": self.engine.core.context_tokens}
 
-    def model(self) -> Json:
-        """The model as clients see it in /v1/models, and what it is really served with."""
+    def model(self, name: str, caller: Caller) -> Json:
+        """The model as a client sees it under a name in /v1/models, and what it is really served with. Raises UnknownModel."""
+        self._check_model(name)
         core, loaded = self.engine.core, self.engine.loaded
         formats = [
             {
@@ -127,8 +143,9 @@ class Service:
             for offer in self.engine.offers
         ]
         return {
-            "id": self.name,
+            "id": name,
             "object": "model",
+            "root": self.name,
             "created": self.created,
             "owned_by": "kvarto",
             "max_model_len": core.context_tokens,
@@ -137,7 +154,7 @@ class Service:
                 "identity": loaded.identity,
                 "device": str(core.device),
                 "dtype": str(loaded.model.dtype).removeprefix("torch."),
-                "kv_format": self.engine.offers[0].name,
+                "kv_format": self._unnamed(caller, name).name,
                 "formats": formats,
                 "memory_bytes": core.memory.arena.nbytes,
                 "tools_by": self.template.tools_by if self.template.exists else None,
@@ -147,30 +164,41 @@ class Service:
     # ---- parts of it -----------------------------------------------------------------------------------------------
 
     def _check_model(self, name: str | None) -> None:
-        if name not in (None, self.name):
-            raise UnknownModel("model", str(name), [self.name])
+        if name is not None and name not in self.names:
+            raise UnknownModel("model", name, self.names)
 
     def _check_number(self, field: str, count: int) -> None:
         """Refuse what could never be let in before anything is made of it. Raises UsageError."""
         if count > self.engine.most_waiting:
             raise UsageError(field, f"at most {self.engine.most_waiting} answers to one request", count)
 
-    def _offered(self, wanted: Generation, header: str | None) -> Offered:
+    def _offered(self, wanted: Generation, caller: Caller) -> Offered:
         """The format that a request is served in. Raises UsageError."""
         self._check_model(wanted.model)
+        header = caller.headers.get(FORMAT_HEADER)
         if wanted.kv_format is not None and header is not None and wanted.kv_format != header:
             raise UsageError("kv_format", f"the same as in the header {FORMAT_HEADER}, {header}", wanted.kv_format)
         name = wanted.kv_format if wanted.kv_format is not None else header
+        if name is None:
+            return self._unnamed(caller, wanted.model or self.name)
         try:
             return self.engine.offers[self.engine.policy_of(name)]
         except UsageError as error:
-            raise UnknownName("kv_format", str(name), self.engine.formats) from error
+            raise UnknownName("kv_format", name, self.engine.formats) from error
+
+    def _unnamed(self, caller: Caller, model: str) -> Offered:
+        """The format of a request that names none."""
+        return self.engine.offers[self.engine.policy_of(self.config.format_for(caller, model))]
+
+    def _ask(self, tokens: list[int], sampling: Sampling, offered: Offered, wanted: Generation, caller: Caller) -> Ask:
+        identity = self.config.identity(caller.tenant, wanted.cache_salt)
+        return Ask(tokens, sampling, offered.name, identity, self.config.priority(caller.tenant))
 
     def _routed(
-        self, offered: Offered, wanted: Generation, header: str | None, prompt_tokens: int, max_tokens: int | None
+        self, offered: Offered, wanted: Generation, caller: Caller, prompt_tokens: int, max_tokens: int | None
     ) -> Offered:
         """The format after the quality probe had its say, which it has only where none was named; `prompt_tokens`: of the longest prompt."""
-        if wanted.kv_format is not None or header is not None:
+        if wanted.kv_format is not None or FORMAT_HEADER in caller.headers:
             return offered
         policy = self.engine.policy_of(offered.name)
         return self.engine.offers[self.engine.route(policy, prompt_tokens, max_tokens or 1)]
@@ -182,6 +210,9 @@ class Service:
         return self.template.tokens(messages, [tool.function for tool in tools])
 
     def _names(self, wanted: Generation) -> Names:
+        # Whoever has the prompt repeated with its log probabilities counts on one entry for each token, the last one too (lm-eval does).
+        if isinstance(wanted, CompletionRequest) and wanted.echo:
+            return Names(self.engine.tokenizer, ())
         eos = () if wanted.ignore_eos else self.engine.core.eos_tokens
         return Names(self.engine.tokenizer, {*eos, *wanted.stop_token_ids})
 
@@ -201,18 +232,20 @@ class Service:
         )
 
 
-def _fitting(offered: Offered, prompt_tokens: int, wanted: int | None, fields: tuple[str, str]) -> int:
-    """How many tokens to generate: `wanted`, or all that there is room for. Raises TooLong or UsageError.
+def _fitting(offered: Offered, prompt_tokens: int, wanted: Generation, limit: tuple[int | None, str, str]) -> int:
+    """How many tokens to generate: as many as the client says, or all that there is room for. Raises TooLong or UsageError.
 
-    `fields`: what the prompt and the number of tokens are called.
+    `limit`: the number, or None, and what the prompt and the number are called.
     """
+    number, prompt_field, field = limit
+    least = min(wanted.least_tokens, 1 if number is None else max(number, 0))
     room = offered.most_tokens - prompt_tokens
-    if room < 1:
+    if room < least:
         by_memory = offered.most_tokens == offered.capacity_tokens
         remedy = "shorten it" + (", or start the server with more memory" if by_memory else "")
-        raise TooLong(fields[0], f"at most {offered.most_tokens - 1} tokens", prompt_tokens, remedy)
-    if wanted is not None and wanted < 1:
-        raise UsageError(fields[1], "1 or more", wanted)
-    if wanted is not None and wanted > room:
-        raise TooLong(fields[1], f"at most {room} behind a prompt of {prompt_tokens} tokens", wanted)
-    return room if wanted is None else wanted
+        raise TooLong(prompt_field, f"at most {offered.most_tokens - least} tokens", prompt_tokens, remedy)
+    if number is not None and number < wanted.least_tokens:
+        raise UsageError(field, f"{wanted.least_tokens} or more", number)
+    if number is not None and number > room:
+        raise TooLong(field, f"at most {room} behind a prompt of {prompt_tokens} tokens", number)
+    return room if number is None else number

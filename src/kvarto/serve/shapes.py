@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from kvarto.engine.engine import Delta
@@ -31,16 +32,61 @@ class Shape(Protocol):
     def whole(self, parts: Sequence[Json]) -> Json:
         """The choice, of all its parts."""
 
+    def beside(self) -> Json:
+        """Fields of a whole answer that stand beside its choices."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What an answer shows of its prompt, whose tokens these are.
+
+    text       to be repeated, or ""
+    logprobs   repeated with log probabilities, and so many likely tokens of each place; None: without
+    scores     `prompt_logprobs`: the same, as vLLM shows it
+    """
+
+    tokens: Sequence[int]
+    text: str = ""
+    logprobs: int | None = None
+    scores: int | None = None
+
+    def echoed(self, scored: Sequence[Choice]) -> list[Choice]:
+        """The prompt's tokens as if they had been generated. Of the first one there is no log probability."""
+        if self.logprobs is None:
+            return []
+        return [Choice(self.tokens[0]), *(replace(choice, top=choice.top[: self.logprobs]) for choice in scored)]
+
+    def scores_of(self, scored: Sequence[Choice], names: Names) -> Json:
+        """The field `prompt_logprobs`, if it is wanted: each token first, then those that were likely, by their number."""
+        if self.scores is None:
+            return {}
+        return {"prompt_logprobs": [None, *(_scores(choice, self.scores, names) for choice in scored)]}
+
+
+def _scores(choice: Choice, most: int, names: Names) -> Json:
+    ranked = [(choice.token, choice.logprob, choice.rank)]
+    ranked += [(token, value, i) for i, (token, value) in enumerate(choice.top[:most], 1) if token != choice.token]
+    return {
+        str(token): {"logprob": value, "rank": rank, "decoded_token": names.of(token)} for token, value, rank in ranked
+    }
+
 
 class Names:
     """The text of single tokens. `ends`: tokens that end a text and are not part of it."""
 
     def __init__(self, tokenizer: Any, ends: Collection[int]) -> None:
         self._tokenizer, self._ends = tokenizer, frozenset(ends)
+        self._known: dict[int, str] = {}
 
     def of(self, token: int) -> str:
         """Its text; a part of a character is U+FFFD."""
-        return str(self._tokenizer.decode([token]))
+        if token not in self._known:
+            self._known[token] = self.text([token])
+        return self._known[token]
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Of all of them together, special ones included."""
+        return str(self._tokenizer.decode(tokens))
 
     def shown(self, delta: Delta) -> list[Choice]:
         """Tokens whose log probabilities are reported: those of the text."""
@@ -53,10 +99,10 @@ class Names:
 
 
 class CompletionShape:
-    """A choice of /v1/completions."""
+    """A choice of /v1/completions. What it shows of its prompt comes with its first part."""
 
-    def __init__(self, index: int, names: Names) -> None:
-        self._index, self._names, self._offset = index, names, 0
+    def __init__(self, index: int, names: Names, prompt: Prompt | None = None) -> None:
+        self._index, self._names, self._offset, self._prompt = index, names, 0, prompt
 
     def begin(self) -> Iterator[Json]:
         """Nothing."""
@@ -64,23 +110,29 @@ class CompletionShape:
 
     def feed(self, delta: Delta) -> Iterator[Json]:
         """A part if there is text, log probabilities or an end."""
-        logprobs = self._logprobs(delta)
-        if delta.text or logprobs or delta.finish:
+        text, choices, scores = delta.text, self._names.shown(delta), Json()
+        if self._prompt is not None:
+            text, choices = self._prompt.text + text, self._prompt.echoed(delta.scored) + choices
+            scores, self._prompt = self._prompt.scores_of(delta.scored, self._names), None
+        if text or choices or scores or delta.finish:
             yield {
                 "index": self._index,
-                "text": delta.text,
-                "logprobs": logprobs,
+                "text": text,
+                "logprobs": self._logprobs(choices),
                 "finish_reason": delta.finish and str(delta.finish),
-            }
+            } | scores
 
     def whole(self, parts: Sequence[Json]) -> Json:
         """All text and log probabilities."""
         shown = [part["logprobs"] for part in parts if part["logprobs"]]
         logprobs = {key: [item for each in shown for item in each[key]] for key in shown[0]} if shown else None
-        return parts[-1] | {"text": "".join(part["text"] for part in parts), "logprobs": logprobs}
+        return parts[0] | parts[-1] | {"text": "".join(part["text"] for part in parts), "logprobs": logprobs}
 
-    def _logprobs(self, delta: Delta) -> Json | None:
-        choices = self._names.shown(delta)
+    def beside(self) -> Json:
+        """Nothing."""
+        return {}
+
+    def _logprobs(self, choices: Sequence[Choice]) -> Json | None:
         if not choices:
             return None
         tokens, offsets = [self._names.of(choice.token) for choice in choices], []
@@ -90,16 +142,25 @@ class CompletionShape:
         return {
             "tokens": tokens,
             "token_logprobs": [choice.logprob for choice in choices],
-            "top_logprobs": [{self._names.of(token): value for token, value in choice.top} for choice in choices],
+            "top_logprobs": [self._top(choice) for choice in choices],
             "text_offset": offsets,
         }
+
+    def _top(self, choice: Choice) -> Json | None:
+        """By their texts; of several with the same one, such as parts of characters, the likeliest."""
+        if choice.logprob is None:
+            return None
+        top: Json = {}
+        for token, value in choice.top:
+            top.setdefault(self._names.of(token), value)
+        return top
 
 
 class ChatShape:
     """A choice of /v1/chat/completions. `tools`: functions whose calls are looked for."""
 
-    def __init__(self, index: int, names: Names, tools: Sequence[Function]) -> None:
-        self._index, self._names, self._calls = index, names, 0
+    def __init__(self, index: int, names: Names, tools: Sequence[Function], prompt: Prompt | None = None) -> None:
+        self._index, self._names, self._calls, self._prompt, self._beside = index, names, 0, prompt, Json()
         self._reader = ToolCallReader(tools) if tools else None
 
     def begin(self) -> Iterator[Json]:
@@ -108,6 +169,8 @@ class ChatShape:
 
     def feed(self, delta: Delta) -> Iterator[Json]:
         """Text, calls, each whole, and the end."""
+        if self._prompt is not None:
+            self._beside, self._prompt = self._prompt.scores_of(delta.scored, self._names), None
         logprobs = self._logprobs(delta)
         for event in self._read(delta):
             yield self._part({"content": event} if isinstance(event, str) else self._tool_call(event), logprobs)
@@ -135,6 +198,10 @@ class ChatShape:
             "logprobs": {"content": shown, "refusal": None} if shown else None,
             "finish_reason": parts[-1]["finish_reason"],
         }
+
+    def beside(self) -> Json:
+        """The prompt's log probabilities."""
+        return self._beside
 
     def _part(self, delta: Json, logprobs: Json | None = None, reason: str | None = None) -> Json:
         return {"index": self._index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}

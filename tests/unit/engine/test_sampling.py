@@ -115,8 +115,9 @@ def test_log_probabilities_are_the_models_own() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("max_tokens", 0), ("temperature", -1), ("temperature", float("nan")), ("top_p", 0), ("top_p", 1.1), ("top_k", -1), ("min_p", 2),
+        ("max_tokens", -1), ("temperature", -1), ("temperature", float("nan")), ("top_p", 0), ("top_p", 1.1), ("top_k", -1), ("min_p", 2),
         ("presence_penalty", 3), ("frequency_penalty", -3), ("seed", 2**64), ("logprobs", 21), ("logprobs", -1), ("stop", ("",)),
+        ("prompt_logprobs", 21),
     ],
 )  # fmt: skip
 def test_wrong_values_are_named(name: str, value: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +18,7 @@ import threading
 import uvicorn
 
 from kvarto import cli, jit
+from kvarto.serve import command
 from kvarto.serve.command import DrainingServer
 
 
@@ -52,6 +54,43 @@ def test_a_usage_error_is_one_line(words: list[str], line: str, capsys: pytest.C
     assert cli.run(["serve", *words]) == 2
     err = capsys.readouterr().err
     assert re.fullmatch(f"error: {line}\n", err), err
+
+
+def test_a_configuration_is_read_before_a_model_is_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "kvarto.toml"
+    for text, words, line in (
+        ("[serve]\nport = 'x'", [], "serve.port: expected a valid integer, got 'x'"),
+        ("[[rules]]\nkv = 'in4'", [], r"rules\[0\].kv: expected one of .*, got 'in4'; did you mean int4.*"),
+        (
+            "[[rules]]\nkv = 'fp8'",
+            ["--kv", "int8"],
+            r"rules\[0\].kv: expected a format of kv or also: int8, got 'fp8'; .*",
+        ),
+    ):
+        file.write_text(text)
+        assert cli.run(["serve", *words, "--config", str(file)]) == 2
+        err = capsys.readouterr().err
+        assert re.fullmatch(f"error: {re.escape(str(file))}: {line}\n", err), err
+
+
+def test_the_command_line_wins_over_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    served = []
+    monkeypatch.setattr(command, "serve", lambda options, config: served.append((options, config)))
+    file = tmp_path / "kvarto.toml"
+    file.write_text(
+        "[serve]\nmodel = 'm'\nkv = 'int8'\nalso = ['bf16']\nport = 1\ndrain_seconds = 5\n[[rules]]\nkv = 'bf16'"
+    )
+    assert cli.run(["serve", "--config", str(file), "--port", "8000", "--kv", "fp8"]) == 0
+    ((options, config),) = served
+    assert (options.model, options.kv, options.also, options.port, options.drain_seconds) == (
+        "m",
+        "fp8",
+        ["bf16"],
+        8000,
+        5,
+    )
+    assert options.memory == "1GiB"
+    assert len(config.rules) == 1
 
 
 def test_a_taken_port(taken: int, capsys: pytest.CaptureFixture[str]) -> None:

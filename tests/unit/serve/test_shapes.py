@@ -14,7 +14,7 @@ from kvarto.engine.engine import Delta
 from kvarto.engine.request import Finish
 from kvarto.engine.sampling import Choice
 from kvarto.serve.protocol import Function
-from kvarto.serve.shapes import ChatShape, CompletionShape, Names, Shape, usage
+from kvarto.serve.shapes import ChatShape, CompletionShape, Names, Prompt, Shape, usage
 
 
 def token(text: str) -> int:
@@ -51,6 +51,62 @@ def test_a_completion() -> None:
             "text_offset": [0, 1],
         },
     }
+
+
+SCORED = (
+    Choice(token("b"), -1.0, ((token("z"), -0.4), (token("b"), -1.0), (token("y"), -3.0)), rank=2),
+    Choice(token("c"), -9.0, ((token("z"), -0.1), (token("y"), -2.0), (token("x"), -4.0)), rank=40),
+)
+
+
+def test_a_prompt_that_is_repeated() -> None:
+    """One entry for each token, the end's too if names know of none; the second of two that look alike is not shown."""
+    shape = CompletionShape(0, Names(tokenizer(), ()), Prompt([token(letter) for letter in "abc"], "abc", logprobs=2))
+    end = Delta("", (Choice(EOS, -0.1, ((EOS, -0.1),)),), Finish.STOP, scored=SCORED)
+    shown = parts(shape, end)
+    assert [(part["text"], part["finish_reason"]) for part in shown] == [("abc", "stop")]
+    assert shape.whole(shown)["logprobs"] == {
+        "tokens": ["a", "b", "c", "<end>"],
+        "token_logprobs": [None, -1.0, -9.0, -0.1],
+        "top_logprobs": [None, {"z": -0.4, "b": -1.0}, {"z": -0.1, "y": -2.0}, {"<end>": -0.1}],
+        "text_offset": [0, 1, 2, 3],
+    }
+    halves = [tokenizer()(letter)["input_ids"][0] for letter in "éж"]
+    (part,) = CompletionShape(0, NAMES).feed(
+        Delta("a", (Choice(token("a"), -2.0, ((halves[0], -0.5), (halves[1], -0.7))),))
+    )
+    assert part["logprobs"]["top_logprobs"] == [{"\ufffd": -0.5}]
+
+
+def test_a_prompt_that_is_repeated_without_log_probabilities_in_a_stream() -> None:
+    shape = CompletionShape(0, NAMES, Prompt([1, 2], "abc"))
+    shown = parts(shape, letter("d"), END)
+    assert [part["text"] for part in shown] == ["abcd", ""]
+    assert shown[0]["logprobs"]["tokens"] == ["d"]
+
+
+def test_log_probabilities_of_a_prompt_as_vllm_shows_them() -> None:
+    b, c, y, z = (str(token(letter)) for letter in "bcyz")
+    expected = [
+        None,
+        {
+            b: {"logprob": -1.0, "rank": 2, "decoded_token": "b"},
+            z: {"logprob": -0.4, "rank": 1, "decoded_token": "z"},
+        },
+        {
+            c: {"logprob": -9.0, "rank": 40, "decoded_token": "c"},
+            z: {"logprob": -0.1, "rank": 1, "decoded_token": "z"},
+            y: {"logprob": -2.0, "rank": 2, "decoded_token": "y"},
+        },
+    ]
+    prompt, delta = Prompt([1, 2, 3], scores=2), Delta("", (), Finish.LENGTH, scored=SCORED)
+    completion = CompletionShape(0, NAMES, prompt)
+    whole = completion.whole(parts(completion, delta))
+    assert whole == {"index": 0, "text": "", "logprobs": None, "finish_reason": "length", "prompt_logprobs": expected}
+    assert completion.beside() == {}
+    chat = ChatShape(0, NAMES, (), prompt)
+    assert "prompt_logprobs" not in chat.whole(parts(chat, delta))
+    assert chat.beside() == {"prompt_logprobs": expected}
 
 
 def test_a_chat() -> None:
