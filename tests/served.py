@@ -29,7 +29,7 @@ def tiny_model() -> Any:
     """Its weights are large, so that logits are not flat."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=EOS + 1, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
+        vocab_size=EOS + 1, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, max_position_embeddings=CONTEXT_TOKENS, initializer_range=0.3,
         bos_token_id=None, eos_token_id=EOS, pad_token_id=EOS, tie_word_embeddings=False,
     )  # fmt: skip
