@@ -50,6 +50,8 @@ class Service:
         self.engine, self.name, self.created = engine, engine.loaded.name, int(time.time())
         self.template = ChatTemplate(engine.tokenizer)
         self.metrics = Metrics(engine)
+        # No token stands for more characters than its own name has, so what is longer than this has no room, whatever its tokens are.
+        self._most_characters = engine.core.context_tokens * max(map(len, engine.tokenizer.get_vocab()))
         self._structure = Structure(engine.tokenizer, engine.core.forward.vocabulary, engine.core.eos_tokens)
 
     # ---- what clients want -----------------------------------------------------------------------------------------
@@ -164,11 +166,15 @@ class Service:
         except UsageError as error:
             raise UnknownName("kv_format", str(name), self.engine.formats) from error
 
-    def _tokens(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def _tokens(self, text: str, *, field: str = "prompt", add_special_tokens: bool = True) -> list[int]:
+        """Raises TooLong before a text that could never be served takes minutes and gigabytes."""
+        if len(text) > self._most_characters:
+            raise TooLong(field, f"at most {self._most_characters} characters", len(text), "shorten it")
         return list(self.engine.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
 
     def _chat_tokens(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
-        return self.template.tokens(messages, [tool.function for tool in tools])
+        text = self.template.text(messages, [tool.function for tool in tools])
+        return self._tokens(text, field="messages", add_special_tokens=False)
 
     def _names(self, wanted: Generation) -> Names:
         eos = () if wanted.ignore_eos else self.engine.core.eos_tokens

@@ -95,7 +95,7 @@ def turn(role: str, content: str = "", **more: object) -> Message:
 
 def text(template: str, messages: list[Message], tools: list[Function] | None = None) -> str:
     known = tokenizer(template)
-    return str(known.decode(ChatTemplate(known).tokens(messages, tools or [])))
+    return ChatTemplate(known).text(messages, tools or [])
 
 
 def test_a_template_that_knows_tools_is_told_of_them() -> None:
@@ -130,7 +130,7 @@ def test_a_template_may_refuse() -> None:
     with pytest.raises(UsageError, match="messages: .* roles must alternate"):
         text("{{ raise_exception('roles must alternate') }}", [turn("user", "?")])
     with pytest.raises(Unsupported, match="no chat template"):
-        ChatTemplate(tokenizer(None)).tokens([turn("user", "?")], [])
+        ChatTemplate(tokenizer(None)).text([turn("user", "?")], [])
 
 
 def test_a_default_parameter_is_none_at_all() -> None:
