@@ -86,6 +86,7 @@ class DiskTier:
         self._lock = threading.Lock()
         self._written = threading.Condition(self._lock)
         self._files: OrderedDict[Key, int] = OrderedDict()
+        self._newest_ns = 0
         self._pending: dict[Key, bytes] = {}
         self._pending_bytes = 0
         self._paused_until = 0.0
@@ -110,7 +111,7 @@ class DiskTier:
         try:
             path = self._path(key)
             data = path.read_bytes()
-            os.utime(path)  # so that the next engine knows what was used last
+            self._stamp(path)
         except OSError:
             self.forget(key)
             return None
@@ -154,6 +155,12 @@ class DiskTier:
         digest, label = key[0].hex(), key[1]
         return self.folder / digest[:2] / f"{digest}-{label}{_SUFFIX}"
 
+    def _stamp(self, path: Path) -> None:
+        """The newest of all, so that the next engine knows what was used last, also where clocks were set back."""
+        with self._lock:
+            self._newest_ns = newest = max(time.time_ns(), self._newest_ns + 1)
+        os.utime(path, ns=(newest, newest))
+
     def _scan(self) -> None:
         """What an earlier engine left; half-written files go."""
         found = []
@@ -163,9 +170,10 @@ class DiskTier:
             elif match := _NAME.fullmatch(path.name):
                 status = path.stat()
                 found.append((status.st_mtime_ns, (bytes.fromhex(match[1]), match[2]), status.st_size))
-        for _, key, size in sorted(found):
+        for modified, key, size in sorted(found):
             self._files[key] = size
             self.used_bytes += size
+            self._newest_ns = modified
         self._make_room(0)
 
     def _write_all(self) -> None:
@@ -183,6 +191,7 @@ class DiskTier:
             with self._lock:
                 self._make_room(len(data))
             part.write_bytes(data)
+            self._stamp(part)
             part.replace(path)
         except OSError as error:
             self.failures += 1

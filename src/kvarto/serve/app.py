@@ -30,6 +30,7 @@ from kvarto.serve.service import FORMAT_HEADER, Plan, Service, TooLong, UnknownM
 from kvarto.serve.shapes import Json, Shape
 
 _MOST_BODY_BYTES = 64 * 2**20
+_SHOWN_CHARACTERS = 1000
 _RETRY_AFTER_SECONDS = 1
 _CLIENT_GONE = 499  # nginx's; nobody is there to read it
 _log = logging.getLogger("kvarto.serve")
@@ -101,7 +102,7 @@ async def _generate(service: Service, request: Request, understand: Callable[[by
         await run_in_threadpool(job.submit)
     except KvartoError as error:
         service.metrics.refused(_outcome(error), kv_format)
-        _log.info("refused, %s", error)
+        _log.info("refused, %s", _shown(error))
         raise
     headers = {FORMAT_HEADER: job.kv_format}
     if plan.stream:
@@ -235,8 +236,14 @@ def _explain(error: KvartoError) -> tuple[int, Json, dict[str, str]]:
             status, kind, code, headers = 429, "rate_limit_error", "overloaded", retry
         case EngineClosed():
             status, kind, code, headers = 503, "server_error", "closing", retry
-    param = error.name if isinstance(error, UsageError) else None
-    return status, {"error": {"message": str(error), "type": kind, "param": param, "code": code}}, headers
+    param = error.name[:_SHOWN_CHARACTERS] if isinstance(error, UsageError) else None
+    return status, {"error": {"message": _shown(error), "type": kind, "param": param, "code": code}}, headers
+
+
+def _shown(error: KvartoError) -> str:
+    """What it says, but not all of a body that it may quote."""
+    text = str(error)
+    return text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "..."
 
 
 async def _on_error(_: Request, error: Exception) -> Response:

@@ -48,7 +48,7 @@ class ChatTemplate:
         self.exists = bool(getattr(tokenizer, "chat_template", None))
         self.tools_by = "template" if self.exists and self._knows_tools() else "kvarto"
 
-    def tokens(self, messages: Sequence[Message], tools: Sequence[Function]) -> list[int]:
+    def text(self, messages: Sequence[Message], tools: Sequence[Function]) -> str:
         """The prompt up to where the assistant answers. Raises UsageError if the template refuses, Unsupported if there is none."""
         if not self.exists:
             raise Unsupported("this model has no chat template; send its prompt to /v1/completions")
@@ -56,10 +56,9 @@ class ChatTemplate:
         if self.tools_by == "kvarto":
             turns, described = _with_tools([_spelled_out(turn) for turn in turns], described), []
         try:
-            text = self._render(turns, described)
+            return self._render(turns, described)
         except (TemplateError, TypeError, ValueError) as error:
             raise UsageError("messages", "messages that the model's chat template takes", str(error)) from error
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _render(self, turns: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
         text = self._tokenizer.apply_chat_template(

@@ -98,6 +98,7 @@ def serve(options: ServeOptions, config: Config) -> None:
             for line in [*describe(engine), *describe_rules(config)]:
                 console.print(line)
             warm_up(engine)
+            _listen(listener, http.backlog)
             address = listener.getsockname()
             host = f"[{address[0]}]" if ":" in address[0] else address[0]
             console.print(f"listening on http://{host}:{address[1]}/v1")
@@ -171,7 +172,7 @@ class DrainingServer(uvicorn.Server):
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises UsageError."""
+    """A socket that nobody can reach before it listens: who waits for the server should not take it for ready. Raises UsageError."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         listener = socket.socket(family, socket.SOCK_STREAM)
@@ -182,5 +183,17 @@ def _bind(host: str, port: int) -> socket.socket:
         listener.bind(address)
     except OSError as error:
         listener.close()
-        raise UsageError("port", "an address that can be listened on", f"{host}:{port} ({error.strerror})") from error
+        raise _not_to_be_had(f"{host}:{port}", error) from error
     return listener
+
+
+def _listen(listener: socket.socket, backlog: int) -> None:
+    """From now on clients get through. Raises UsageError if another process, that bound the address while nobody listened, was faster."""
+    try:
+        listener.listen(backlog)
+    except OSError as error:
+        raise _not_to_be_had("{}:{}".format(*listener.getsockname()), error) from error
+
+
+def _not_to_be_had(address: str, error: OSError) -> UsageError:
+    return UsageError("port", "an address that can be listened on", f"{address} ({error.strerror})")

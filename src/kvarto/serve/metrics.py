@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, product, zip_longest
+from itertools import accumulate, product
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, Info, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -193,7 +193,8 @@ class _EngineCollector(Collector):
 def _forms(engine: Engine) -> list[tuple[str, str]]:
     """Of each kind of block whether its pages are raw or sealed, and the formats that have it."""
     users: dict[int, tuple[set[str], set[str]]] = {}
-    for name, offer in zip_longest(engine.formats, engine.core.memory.offers, fillvalue="probe"):
+    for number, offer in enumerate(engine.core.memory.offers):
+        name = engine.formats[number] if number < len(engine.formats) else "probe"
         for group in offer.groups:
             for kind, form in ((group.raw, "raw"), (group.sealed, "sealed")):
                 forms, names = users.setdefault(kind, (set(), set()))

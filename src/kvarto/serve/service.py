@@ -55,6 +55,8 @@ class Service:
         self.names = list(dict.fromkeys([self.name, *self.config.aliases]))
         self.template = ChatTemplate(engine.tokenizer)
         self.metrics = Metrics(engine)
+        # No token stands for more characters than its own name has, so what is longer than this has no room, whatever its tokens are.
+        self._most_characters = engine.core.context_tokens * max(map(len, engine.tokenizer.get_vocab()))
         self._structure = Structure(engine.tokenizer, engine.core.forward.vocabulary, engine.core.eos_tokens)
 
     # ---- what clients want -----------------------------------------------------------------------------------------
@@ -203,11 +205,15 @@ class Service:
         policy = self.engine.policy_of(offered.name)
         return self.engine.offers[self.engine.route(policy, prompt_tokens, max_tokens or 1)]
 
-    def _tokens(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def _tokens(self, text: str, *, field: str = "prompt", add_special_tokens: bool = True) -> list[int]:
+        """Raises TooLong before a text that could never be served takes minutes and gigabytes."""
+        if len(text) > self._most_characters:
+            raise TooLong(field, f"at most {self._most_characters} characters", len(text), "shorten it")
         return list(self.engine.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
 
     def _chat_tokens(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
-        return self.template.tokens(messages, [tool.function for tool in tools])
+        text = self.template.text(messages, [tool.function for tool in tools])
+        return self._tokens(text, field="messages", add_special_tokens=False)
 
     def _names(self, wanted: Generation) -> Names:
         # Whoever has the prompt repeated with its log probabilities counts on one entry for each token, the last one too (lm-eval does).

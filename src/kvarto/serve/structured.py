@@ -19,10 +19,12 @@ from kvarto.serve.protocol import Function
 if TYPE_CHECKING:
     from torch import Tensor
 
+# llguidance's own key: `lenient` and separators of a client's would break the promise that what is written is valid.
+_OPTIONS = "x-guidance"
 # As json.dumps writes and models were trained; with free white space a small model may write nothing else.
 _WRITING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _TEXT = rf"TEXT: /(.|\n)*/ & ~/(.|\n)*{OPEN}(.|\n)*/"
-_LISTING = re.compile(r"^ *\d+ \| ", re.MULTILINE)  # llguidance adds the grammar, which is ours, to what it says
+_LISTING = re.compile(r"^( *\d+ \| |<)", re.MULTILINE)  # llguidance adds the grammar, which is ours, to what it says
 
 
 class Structure:
@@ -64,9 +66,15 @@ class Structure:
         if not required:
             begins.append("TEXT" if answer is None else "answer")
             rules.append(_TEXT if answer is None else f"answer: {_json(answer)}")
+        if any(_OPTIONS in schema for schema in (answer or {}, *(tool.parameters for tool in tools))):
+            raise UsageError(
+                field, f"a JSON schema without {_OPTIONS}: how JSON is written is not the client's to say", _OPTIONS
+            )
         matcher = llguidance.LLMatcher(self._tokens, "\n".join([f"start: {' | '.join(begins)}", *rules]), log_level=0)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # a schema that refers to nothing but itself fails here
         if matcher.is_error():
-            reason = _LISTING.split(matcher.get_error())[0]
+            reason = _LISTING.split(matcher.get_error(), 1)[0]
             raise UsageError(field, "a JSON schema that can be enforced", " ".join(reason.split()))
         return GrammarGuide(matcher, self._eos)
 
@@ -120,4 +128,4 @@ class GrammarGuide:
 
 
 def _json(schema: dict[str, Any]) -> str:
-    return "%json " + json.dumps(schema | {"x-guidance": _WRITING | schema.get("x-guidance", {})})
+    return "%json " + json.dumps(schema | {_OPTIONS: _WRITING})

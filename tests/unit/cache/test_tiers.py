@@ -86,6 +86,23 @@ def test_files_outlive_the_engine_and_the_least_used_go_first(tmp_path: Path) ->
     smaller.close()
 
 
+def test_a_clock_that_is_set_back_does_not_make_what_is_used_now_look_old(tmp_path: Path) -> None:
+    disk = DiskTier(tmp_path, 1000)
+    for number in range(3):
+        disk.put(key(number), b"x" * 10)
+    disk.close()
+    for number, days in ((0, 30), (1, 1)):  # they were used while the clock was ahead
+        then = time.time() + days * 86_400
+        os.utime(disk._path(key(number)), (then, then))
+    disk = DiskTier(tmp_path, 1000)
+    assert disk.get(key(2)) is not None
+    disk.put(key(3), b"x" * 10)
+    disk.close()
+    smaller = DiskTier(tmp_path, 20)
+    assert [number for number in range(4) if key(number) in smaller] == [2, 3]
+    smaller.close()
+
+
 def test_what_waits_to_be_written_can_be_read_and_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = DiskTier(tmp_path, 1000)
     with monkeypatch.context() as patch:

@@ -17,10 +17,10 @@ pytest.importorskip("httpx")
 
 import httpx
 import torch
-from bytes_tokenizer import PLAIN, tokenizer
 from prometheus_client.parser import text_string_to_metric_families
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
+from bytes_tokenizer import PLAIN, tokenizer
 from kvarto.engine.engine import Engine, open_tiers
 from kvarto.models.load import LoadedModel
 from kvarto.serve import app as app_module
@@ -314,6 +314,33 @@ def test_a_prompt_is_repeated_at_the_begin_of_a_stream(ask: Asker) -> None:
 def test_a_body_that_is_too_large(ask: Asker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app_module, "_MOST_BODY_BYTES", 100)
     assert ask("/v1/completions", {"prompt": "x" * 100}).status_code == 413
+
+
+def test_a_text_that_cannot_have_room_is_not_even_tokenized(
+    ask: Asker, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise AssertionError("64 MiB of text would take minutes and gigabytes")
+
+    monkeypatch.setattr(type(engine.tokenizer), "__call__", fail)
+    text = "x" * 6000
+    for path, body, field in (
+        ("/v1/completions", {"prompt": text}, "prompt"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}, "messages"),
+        ("/tokenize", {"prompt": text}, "prompt"),
+    ):
+        refused = ask(path, body)
+        assert refused.status_code == 400
+        assert (refused.json()["error"]["param"], refused.json()["error"]["code"]) == (field, "context_length_exceeded")
+
+
+def test_what_is_refused_is_not_sent_back_or_logged_at_length(ask: Asker, caplog: pytest.LogCaptureFixture) -> None:
+    long = "x" * 100_000
+    with caplog.at_level("INFO"):
+        for body in ({"prompt": "x", "model": long}, {"prompt": "x", "kv_format": long}, {"prompt": "x", long: 1}):
+            assert 400 <= ask("/v1/completions", body).status_code <= 404
+            assert len(ask("/v1/completions", body).text) < 3000
+    assert len(caplog.text) < 20_000
 
 
 def test_a_fault_of_the_model_ends_its_requests_only(

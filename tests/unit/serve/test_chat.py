@@ -9,7 +9,6 @@ import pytest
 pytest.importorskip("transformers")
 
 from bytes_tokenizer import PLAIN, WITH_CALLS, WITH_TOOLS, tokenizer
-
 from kvarto.errors import Unsupported, UsageError
 from kvarto.serve.chat import Call, ChatTemplate, ToolCallReader
 from kvarto.serve.protocol import CalledFunction, Function, Message, ToolCall
@@ -95,7 +94,7 @@ def turn(role: str, content: str = "", **more: object) -> Message:
 
 def text(template: str, messages: list[Message], tools: list[Function] | None = None) -> str:
     known = tokenizer(template)
-    return str(known.decode(ChatTemplate(known).tokens(messages, tools or [])))
+    return ChatTemplate(known).text(messages, tools or [])
 
 
 def test_a_template_that_knows_tools_is_told_of_them() -> None:
@@ -130,7 +129,7 @@ def test_a_template_may_refuse() -> None:
     with pytest.raises(UsageError, match="messages: .* roles must alternate"):
         text("{{ raise_exception('roles must alternate') }}", [turn("user", "?")])
     with pytest.raises(Unsupported, match="no chat template"):
-        ChatTemplate(tokenizer(None)).tokens([turn("user", "?")], [])
+        ChatTemplate(tokenizer(None)).text([turn("user", "?")], [])
 
 
 def test_a_default_parameter_is_none_at_all() -> None:

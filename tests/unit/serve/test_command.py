@@ -18,6 +18,7 @@ import threading
 import uvicorn
 
 from kvarto import cli, jit
+from kvarto.errors import UsageError
 from kvarto.serve import command
 from kvarto.serve.command import DrainingServer
 
@@ -97,6 +98,13 @@ def test_a_taken_port(taken: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["serve", "--port", str(taken)]) == 2
     err = capsys.readouterr().err
     assert re.fullmatch(r"error: port: expected .*, got 127\.0\.0\.1:\d+ \(Address already in use\)\n", err), err
+
+
+def test_a_port_that_another_server_took_while_this_one_loaded() -> None:
+    with command._bind("127.0.0.1", 0) as first, command._bind("127.0.0.1", first.getsockname()[1]) as second:
+        command._listen(first, 5)
+        with pytest.raises(UsageError, match=r"port: expected .*, got 127\.0\.0\.1:\d+ \(Address already in use\)"):
+            command._listen(second, 5)
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,8 +13,8 @@ pytest.importorskip("torch")
 pytest.importorskip("llguidance")
 
 import torch
-from bytes_tokenizer import EOS, tokenizer
 
+from bytes_tokenizer import EOS, tokenizer
 from kvarto.errors import Unsupported, UsageError
 from kvarto.serve.chat import CLOSE, OPEN, Call, ToolCallReader
 from kvarto.serve.protocol import Function
@@ -129,12 +129,24 @@ def test_a_json_answer_or_a_call() -> None:
 
 @pytest.mark.parametrize(
     "schema",
-    [{"type": "nonsense"}, {"type": "string", "pattern": "(?=a)b"}, {"$ref": "#/nowhere"}, {"not": {"type": "string"}}],
-)
+    [
+        {"type": "nonsense"}, {"type": "string", "pattern": "(?=a)b"}, {"$ref": "#/nowhere"}, {"not": {"type": "string"}},
+        {"$ref": "#"}, {"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}]}}, "$ref": "#/$defs/a"},
+    ],
+)  # fmt: skip
 def test_a_schema_that_cannot_be_enforced_is_refused(schema: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="response_format: ") as caught:
         guide(answer=schema)
     assert "x-guidance" not in str(caught.value)
+
+
+@pytest.mark.parametrize("options", [5, {}, {"lenient": True}, {"item_separator": " and "}])
+def test_how_json_is_written_is_not_for_clients_to_say(options: Any) -> None:
+    schema = {"type": "array", "items": {"type": "integer"}, "x-guidance": options}
+    with pytest.raises(UsageError, match="response_format: expected a JSON schema without x-guidance"):
+        guide(answer=schema)
+    with pytest.raises(UsageError, match="without x-guidance"):
+        guide(tools=[Function(name="f", parameters=schema)])
 
 
 def test_a_model_without_an_end_cannot_be_guided() -> None:
