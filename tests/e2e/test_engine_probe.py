@@ -6,6 +6,7 @@ import itertools
 import threading
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -333,12 +334,13 @@ def test_a_probe_that_fails_harms_nobody(error: RuntimeError | None, monkeypatch
     engine.add(request(80))
     run = engine.forward.run
 
-    def fail(step: Any, wanted: Any) -> Any:
-        if probe_of(engine)._running is None or step.works[0].request is not probe_of(engine)._running.request:
-            return run(step, wanted)
+    def fail(step: Any) -> Any:
+        if probe_of(engine)._running is None or step.plan.works[0].request is not probe_of(engine)._running.request:
+            return run(step)
         if error:
             raise error
-        return torch.full_like(run(step, wanted), torch.nan)
+        result = run(step)
+        return replace(result, logits=torch.full_like(result.logits, torch.nan))
 
     monkeypatch.setattr(engine.forward, "run", fail)
     while not engine.idle:

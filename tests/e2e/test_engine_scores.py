@@ -121,7 +121,7 @@ def test_logits_of_a_step_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = core("qwen2")
     engine.scheduler._most_scored = 10
     run, rows = engine.forward.run, list[int]()
-    monkeypatch.setattr(engine.forward, "run", lambda step, wanted: rows.append(len(wanted)) or run(step, wanted))
+    monkeypatch.setattr(engine.forward, "run", lambda step: rows.append(len(step.wanted)) or run(step))
     for number in range(3):
         engine.add(asking(str(number), prompt(60 + number), most=1))
     drive(engine)

@@ -64,6 +64,8 @@ class Options(Table):
     threads: Count | None = None
     device: str | None = None
     drain_seconds: float | None = Field(default=None, ge=0)
+    probe_share: float | None = None
+    probe_threshold: float | None = None
 
 
 def _digest(key: str) -> str:
