@@ -73,9 +73,7 @@ def metric(engine: Engine, name: str, **labels: str) -> float:
 def test_metrics_show_what_it_found() -> None:
     with make(probe=Probing(1.0)) as engine:
         warm_up(engine)
-        assert (
-            describe(engine)[-1] == "  probe: 100 % of the requests in other formats are read again in bf16"
-        )
+        assert describe(engine)[-1] == "  probe: 100 % of the requests in other formats are read again in bf16"
         assert metric(engine, "kvarto_probe_requests_total") == 0  # warming up is no request
         complete(engine, 0)
         where = {"kv_format": "int2+sink0", "context": "1k"}
