@@ -21,6 +21,7 @@ from kvarto.engine import core as core_module
 from kvarto.engine.core import EngineCore, Options, Output
 from kvarto.engine.graphs import Graphs
 from kvarto.engine.plan import Shape, StepPlan
+from kvarto.engine.probe import Probing
 from kvarto.engine.request import Finish, Request, Sampling
 from kvarto.engine.sampling import Choice
 from kvarto.engine.scheduler import Work
@@ -174,11 +175,12 @@ def test_tenants_do_not_share_prefixes() -> None:
 
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 20))])
 def test_random_traffic_finds_no_corruption(seed: int) -> None:
-    """Arrivals with shared prefixes, aborts, priorities and two formats in memory that is much too small."""
+    """Arrivals with shared prefixes, aborts, priorities and two formats in memory that is much too small; every other time all are probed as well."""
     # Float32 pages show whether the books are right to the last digit; the others whether codes are.
     rng, texts = random.Random(seed), ["int4", "int8"] if seed < 2 else ["fp32", "int4"]
     family = ["qwen2", "gemma3_text"][seed % 2]
-    engine = core(family, *texts, memory=SMALL, step_tokens=rng.choice([64, 96, 200]))
+    step_tokens, probe = rng.choice([64, 96, 200]), Probing(seed % 2)
+    engine = core(family, *texts, memory=SMALL, step_tokens=step_tokens, probe=probe)
     stems = [prompt(length, seed=length) for length in (64, 130, 200)]
     requests: list[Request] = []
     got: dict[Request, list[Choice]] = {}
@@ -198,6 +200,8 @@ def test_random_traffic_finds_no_corruption(seed: int) -> None:
             got[output.request].append(output.choice)
         engine.check()
     assert engine.scheduler.preemptions or engine.memory.prefixes.dropped
+    assert engine.memory.prefixes.held_bytes == 0
+    assert engine.probe is None or engine.probe.outcomes
     for request in requests:
         expected = alone(
             family, texts[request.policy], tuple(request.tokens[: request.prompt_tokens]), request.sampling.max_tokens

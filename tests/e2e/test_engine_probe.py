@@ -107,6 +107,19 @@ def test_the_same_numbers_in_another_format_differ_by_rounding_only(monkeypatch:
     assert mean(tally) < 1e-7
 
 
+def test_a_bf16_model_against_itself() -> None:
+    """Its rounding is the noise under all other numbers, and its logits are kept as they are."""
+    model = tiny.model("llama", dtype=torch.bfloat16, initializer_range=0.1)
+    engine = EngineCore(
+        model, [parse_policy("bf16+sink64"), parse_policy("int4")], Options(ROOMY, 96, probe=ALL, most_running=8)
+    )
+    drive(engine, [request(policy=i % 2) for i in range(6)])
+    noise, seen = (mean(probe_of(engine).tallies[policy, 0]) for policy in (0, 1))
+    assert noise < 1e-5
+    assert seen > 10 * noise
+    assert engine.forward.logits_dtype == torch.bfloat16
+
+
 def test_what_was_found_in_the_prefix_cache_is_read_again_from_the_first_place_on() -> None:
     engine = core("int8", "bf16")
     asked = request(60, Sampling(max_tokens=150, temperature=0, ignore_eos=True))
@@ -229,7 +242,7 @@ def step_until_it_reads(engine: EngineCore) -> None:
         assert not engine.idle, "it was never probed"
 
 
-def test_while_clients_are_here_it_reads_a_page_at_a_time_and_a_tenth_of_the_time(
+def test_it_reads_a_page_at_a_time_and_a_tenth_of_the_time_while_clients_are_here(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = core("int4")
@@ -254,8 +267,9 @@ def test_while_clients_are_here_it_reads_a_page_at_a_time_and_a_tenth_of_the_tim
     assert read[0] == 64
     assert sum(count > 0 for count in read) <= 4
     probe.step(96, busy=False, starved=True)
+    assert read[-1] == 0
     probe.step(96, busy=False, starved=False)
-    assert [count for count in read if count][-1] == 96
+    assert read[-1] == 64
 
 
 def test_it_gives_way_to_who_needs_memory() -> None:

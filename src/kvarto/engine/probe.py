@@ -10,9 +10,9 @@ What is kept   at most MOST_POSITIONS positions of a request, evenly spread over
                float32 numbers are 100 MB. Others that were chosen are *skipped*.
 Who is chosen  by a hash of the request's id: the same ones each time the same requests come in the same order, whatever their timing.
 What it costs  Nothing if the share is 0: no bf16 pages are set up then. Otherwise a read of prompt and text, in forward passes of its own, so that no
-               client's numbers depend on it. While there are clients a pass has at most a page of tokens, and the probe takes at most BUSY_SHARE of
-               the time. Its pages are bf16's, shared with bf16 requests and other probes of the tenant; those that no request used are the first to
-               go when memory is wanted, and never to another tier.
+               client's numbers depend on it. A pass has a page of tokens at most, so who arrives does not wait for long, and while there are clients
+               the probe takes at most BUSY_SHARE of the time. Its pages are bf16's, shared with bf16 requests and other probes of the tenant; those
+               that no request used are the first to go when memory is wanted, and never to another tier.
 What goes first   It begins only when its pages fit beside what is held, stands still while a request waits for memory, and lets go of all it has when
                somebody needs it (*skipped* again); it is no part of what a closing engine finishes.
 
@@ -265,13 +265,17 @@ class Probe:
     # ---- reading again ---------------------------------------------------------------------------------------------
 
     def step(self, step_tokens: int, *, busy: bool, starved: bool) -> None:
-        """Read on, if it is time: `busy` while clients are computed or wait, `starved` while one of them waits for memory."""
+        """Read on, if it is time: a page, or as many tokens as a step may have.
+
+        busy      clients are computed or wait
+        starved   one of them waits for memory
+        """
         began = time.monotonic()
         if self.idle or starved or (busy and began < self._not_before_seconds):
             return
         if self._running is None and not self._begin():
             return
-        self._read(min(self._memory.page_tokens, step_tokens) if busy else step_tokens)
+        self._read(min(self._memory.page_tokens, step_tokens))
         now = time.monotonic()
         self._not_before_seconds = now + (now - began) * (1 / BUSY_SHARE - 1)
 
