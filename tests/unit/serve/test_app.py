@@ -311,6 +311,22 @@ def test_a_prompt_is_repeated_at_the_begin_of_a_stream(ask: Asker) -> None:
     assert first["logprobs"]["text_offset"][:6] == [0, 1, 2, 3, 4, 5]
 
 
+def test_what_is_far_too_long_is_not_read(ask: Asker, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise AssertionError("it was tokenized")
+
+    long = "x" * (20 * 1024)
+    with monkeypatch.context() as nobody:
+        nobody.setattr(type(engine.tokenizer), "__call__", fail)
+        for path, body, field in (
+            ("/v1/completions", {"prompt": long}, "prompt"),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": long}]}, "messages"),
+        ):
+            refused = ask(path, body).json()["error"]
+            assert (refused["param"], refused["code"]) == (field, "context_length_exceeded")
+            assert "or more" in refused["message"]
+
+
 def test_a_body_that_is_too_large(ask: Asker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app_module, "_MOST_BODY_BYTES", 100)
     assert ask("/v1/completions", {"prompt": "x" * 100}).status_code == 413
