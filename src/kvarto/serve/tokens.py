@@ -12,8 +12,8 @@ from functools import cached_property
 from typing import Any
 
 from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel
 from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel
 
 from kvarto.errors import UsageError
 
@@ -33,7 +33,9 @@ class Tokens:
         self._found = re.compile("|".join(map(re.escape, longest_first))) if longest_first else _NEVER
         self._strips = any(each.lstrip or each.rstrip for _, each in added)
         vocabulary = {} if self._backend is None else self._backend.get_vocab(with_added_tokens=True)
-        self._of_bytes = set(ByteLevel.alphabet()) <= vocabulary.keys()
+        self._of_bytes = self._backend is not None and isinstance(self._backend.decoder, ByteLevel)
+        # Vocabularies of bytes may lack some that texts rarely have; those have no token.
+        self._dropped = bytes(byte for byte, symbol in enumerate(_symbols()) if symbol not in vocabulary)
         # Of a token, in characters or bytes; 0: there are some for texts of any length.
         self._longest = max(map(len, vocabulary)) if self._reads_all() else 0
 
@@ -50,7 +52,7 @@ class Tokens:
             text = self._backend.normalizer.normalize_str(text)
         if self._strips:  # some tokens take the white space around them
             text = "".join(text.split())
-        size = len(text.encode("utf-8", "replace")) if self._of_bytes else len(text)
+        size = len(text.encode("utf-8", "replace").translate(None, self._dropped)) if self._of_bytes else len(text)
         return -(-size // self._longest)
 
     # ---- chats -----------------------------------------------------------------------------------------------------
@@ -92,8 +94,15 @@ class Tokens:
         return own
 
     def _reads_all(self) -> bool:
-        """There is a token for every character, or for each of its bytes."""
+        """There is a token for every character, or for each byte that is not dropped."""
         model = None if self._backend is None else self._backend.model
         if not isinstance(model, BPE):
             return False
         return bool(self._of_bytes or model.byte_fallback or (model.unk_token is not None and not model.fuse_unk))
+
+
+def _symbols() -> list[str]:
+    """How vocabularies of bytes write each byte (GPT-2): as its own Latin-1 character if that can be seen, else as one of those from 256 on."""
+    own = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = iter(range(256, 512))
+    return [chr(byte if byte in own else next(others)) for byte in range(256)]
