@@ -69,7 +69,7 @@ class Service:
         self._check_number("prompt", len(wanted.prompt) * wanted.n)
         names, asks, shapes = self._names(wanted), list[list[Ask]](), list[Shape]()
         for prompt in wanted.prompt:
-            tokens = self._prompt_tokens(prompt, offered) if isinstance(prompt, str) else prompt
+            tokens = self._prompt_tokens(prompt, offered)
             max_tokens = _fitting(offered, len(tokens), wanted, (wanted.max_tokens, "prompt", "max_tokens"))
             asks.append(
                 [
@@ -196,9 +196,13 @@ class Service:
         identity = self.config.identity(caller.tenant, wanted.cache_salt)
         return Ask(tokens, sampling, offered.name, identity, self.config.priority(caller.tenant))
 
-    def _prompt_tokens(self, text: str, offered: Offered) -> list[int]:
-        _check_length(offered, self.tokens.at_least(text), "prompt", note=" or more")
-        return self.tokens.of(text)
+    def _prompt_tokens(self, prompt: str | list[int], offered: Offered) -> list[int]:
+        if not isinstance(prompt, str):
+            if error := self.engine.core.why_no_prompt(prompt):
+                raise error
+            return prompt
+        _check_length(offered, self.tokens.at_least(prompt), "prompt", note=" or more")
+        return self.tokens.of(prompt)
 
     def _chat_text(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
         return self.template.text(messages, [tool.function for tool in tools])

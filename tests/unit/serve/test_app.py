@@ -289,7 +289,8 @@ def test_nothing_need_be_generated_to_know_of_the_prompt(ask: Asker, engine: Eng
     refused = ask("/v1/completions", {"prompt": [7] * (most + 1), "max_tokens": 0, "echo": True}).json()["error"]
     assert (refused["param"], refused["code"]) == ("prompt", "context_length_exceeded")
     assert ask("/v1/completions", {"prompt": "hello", "max_tokens": 0}).json()["error"]["param"] == "max_tokens"
-    assert ask("/v1/completions", {"prompt": "", "echo": True}).json()["error"]["param"] == "prompt"
+    for wrong in ("", [300], [-1], [2**70]):
+        assert ask("/v1/completions", {"prompt": wrong, "echo": True}).json()["error"]["param"] == "prompt"
 
 
 def test_log_probabilities_of_a_chat_s_prompt(ask: Asker) -> None:
