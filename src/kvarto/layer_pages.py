@@ -54,7 +54,8 @@ class LayerPages:
         self.kernel = choose_kernel(kernel, self.layout, self.k, self.v, device.type)
         self.raw_kernel = choose_kernel(kernel, self.raw_layout, self.raw_k, self.raw_v, device.type)
         self._sealer = choose_sealer(self.raw_layout, self.layout, self.k, self.v, device.type)
-        self._saturated: int | Tensor = 0
+        # What `saturated_elements` counts; on the device as long as nobody looks.
+        self.saturated: int | Tensor = 0
 
     # ---- tokens in -------------------------------------------------------------------------------------------------
 
@@ -80,9 +81,9 @@ class LayerPages:
     ) -> None:  # fmt: skip
         """Encode full raw pages raw_ids, int32 [n] on the device, from raw values, into sealed ones; those with a negative sealed id are skipped."""
         if self._sealer is not None:
-            if isinstance(self._saturated, int):
-                self._saturated = torch.full((1,), self._saturated, dtype=torch.int64, device=self.device)
-            self._sealer(raw_pages, raw_ids, sealed_pages, sealed_ids, self._saturated)
+            if isinstance(self.saturated, int):
+                self.saturated = torch.full((1,), self.saturated, dtype=torch.int64, device=self.device)
+            self._sealer(raw_pages, raw_ids, sealed_pages, sealed_ids, self.saturated)
             return
         raw_k, raw_v = views
         elements = _SEAL_ELEMENTS_CPU if self.device.type == "cpu" else _SEAL_ELEMENTS
@@ -92,7 +93,7 @@ class LayerPages:
             ids, targets = raw_ids[i : i + at_once], sealed_ids[i : i + at_once]
             k = raw_k.transpose(1, 2)[ids].float()
             v = raw_v.permute(0, 2, 3, 1)[ids].float().transpose(-1, -2)
-            self._saturated = self._saturated + self.k.saturated(k) + self.v.saturated(v)
+            self.saturated = self.saturated + self.k.saturated(k) + self.v.saturated(v)
             sealed_pages[targets] = torch.cat([self.k.encode(k), self.v.encode(v)], dim=-1).flatten(1)
 
     @property
@@ -126,7 +127,7 @@ class LayerPages:
     @property
     def saturated_elements(self) -> int:
         """Elements that were beyond their codec's range when their page was sealed, ever. Waits for the device."""
-        return int(self._saturated)
+        return int(self.saturated)
 
 
 def rule_of(spec: LayerSpec, chosen: Format) -> Rule:

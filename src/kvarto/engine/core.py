@@ -133,11 +133,17 @@ class EngineCore:
         S = self.memory.page_tokens
         return sum(lengths), sum(-(-length // S) * S for length in lengths)
 
+    def why_no_prompt(self, tokens: Sequence[int]) -> UsageError | None:
+        """Why these are no tokens of the model, or None."""
+        vocabulary = self.forward.vocabulary
+        wrong = next((token for token in tokens if not 0 <= token < vocabulary), None)
+        return None if wrong is None else UsageError("prompt", f"tokens from 0 to {vocabulary - 1}", wrong)
+
     def why_not(self, request: Request) -> UsageError | None:
         """Why a request cannot be served, ever, or None."""
-        tokens, vocabulary = request.prompt_tokens, self.forward.vocabulary
-        if wrong := [token for token in request.tokens if not 0 <= token < vocabulary]:
-            return UsageError("prompt", f"tokens from 0 to {vocabulary - 1}", wrong[0])
+        tokens = request.prompt_tokens
+        if error := self.why_no_prompt(request.tokens):
+            return error
         if request.most_tokens > self.context_tokens:
             got = f"a prompt of {tokens} and max_tokens {request.sampling.max_tokens}"
             return UsageError("max_tokens", f"at most {self.context_tokens} tokens together with the prompt", got)

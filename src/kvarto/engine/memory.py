@@ -72,7 +72,7 @@ class Offer:
     @property
     def saturated_elements(self) -> int:
         """Numbers that were beyond their codec's range when their page was sealed, ever. Waits for the device."""
-        return sum(layer.pages.saturated_elements for layer in self.layers)
+        return int(sum(layer.pages.saturated for layer in self.layers))
 
     @property
     def bits_per_number(self) -> float:

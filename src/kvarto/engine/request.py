@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import math
 import secrets
+from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -115,6 +116,8 @@ class Request:
     order: int = field(default=0, init=False)
     holding: Any = field(default=None, init=False)
     scored: list[Any] = field(default_factory=list, init=False)
+    _counts: Counter[int] = field(default_factory=Counter, init=False)
+    _counted: int = field(default=0, init=False)
     cached_tokens: int = field(default=0, init=False)
     preemptions: int = field(default=0, init=False)
     finish: Finish | None = field(default=None, init=False)
@@ -136,6 +139,13 @@ class Request:
     def generated_tokens(self) -> int:
         """How many."""
         return len(self.tokens) - self.prompt_tokens
+
+    def count_generated(self) -> Counter[int]:
+        """How often each token was generated; only those are counted that came since."""
+        new = self.tokens[self.prompt_tokens + self._counted :]
+        self._counts.update(new)
+        self._counted += len(new)
+        return self._counts
 
     @property
     def most_tokens(self) -> int:

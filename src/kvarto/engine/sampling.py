@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -85,9 +84,9 @@ def _penalizes(sampling: Sampling) -> bool:
 def _penalized(row: Tensor, request: Request) -> Tensor:
     """Logits less what generated tokens cost: presence once, frequency for each time (OpenAI)."""
     sampling = request.sampling
-    if not _penalizes(sampling) or not request.generated:
+    if not _penalizes(sampling) or not request.generated_tokens:
         return row
-    counts = Counter(request.generated)
+    counts = request.count_generated()
     tokens = torch.tensor(list(counts), device=row.device)
     times = torch.tensor(list(counts.values()), device=row.device, dtype=row.dtype)
     return row.index_add(0, tokens, -(sampling.presence_penalty + sampling.frequency_penalty * times))

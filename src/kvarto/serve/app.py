@@ -68,7 +68,7 @@ def make_app(engine: Engine, config: Config | None = None) -> Starlette:
         return JSONResponse({"status": "ok"})
 
     async def metrics(_: Request) -> Response:
-        return Response(service.metrics.text(), headers={"content-type": CONTENT_TYPE})
+        return Response(await run_in_threadpool(service.metrics.text), headers={"content-type": CONTENT_TYPE})
 
     routes = [
         Route("/v1/completions", completions, methods=["POST"]),

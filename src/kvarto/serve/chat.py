@@ -18,6 +18,7 @@ from pydantic_core import from_json
 
 from kvarto.errors import Unsupported, UsageError
 from kvarto.serve.protocol import Function, Message
+from kvarto.serve.tokens import Tokens
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 # How models wrap a call: Hermes and Qwen; Qwen-Coder, which often answers with a fenced block in spite of its template, or with nothing but the JSON.
@@ -43,20 +44,20 @@ For each call write a JSON object with the function's name and its arguments, an
 class ChatTemplate:
     """The chat template of a transformers tokenizer."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self.exists = bool(getattr(tokenizer, "chat_template", None))
+    def __init__(self, tokens: Tokens) -> None:
+        self._tokens, self._tokenizer = tokens, tokens.tokenizer
+        self.exists = bool(getattr(self._tokenizer, "chat_template", None))
         self.tools_by = "template" if self.exists and self._knows_tools() else "kvarto"
 
     def text(self, messages: Sequence[Message], tools: Sequence[Function]) -> str:
-        """The prompt up to where the assistant answers. Raises UsageError if the template refuses, Unsupported if there is none."""
+        """The prompt up to the assistant's answer, for `Tokens.of_chat`. Raises UsageError if the template refuses, Unsupported if there is none."""
         if not self.exists:
             raise Unsupported("this model has no chat template; send its prompt to /v1/completions")
         turns, described = [_turn(message) for message in messages], [_describe(tool) for tool in tools]
         if self.tools_by == "kvarto":
             turns, described = _with_tools([_spelled_out(turn) for turn in turns], described), []
         try:
-            return self._render(turns, described)
+            return self._render(self._tokens.marked(turns), self._tokens.marked(described))
         except (TemplateError, TypeError, ValueError) as error:
             raise UsageError("messages", "messages that the model's chat template takes", str(error)) from error
 

@@ -19,6 +19,7 @@ from kvarto.serve.protocol import ChatRequest, CompletionRequest, Generation, Me
 from kvarto.serve.rules import Caller, Config
 from kvarto.serve.shapes import ChatShape, CompletionShape, Json, Names, Prompt, Shape, new_id
 from kvarto.serve.structured import GrammarGuide, Structure
+from kvarto.serve.tokens import Tokens
 
 FORMAT_HEADER = "X-KV-Format"
 
@@ -53,10 +54,9 @@ class Service:
         self.engine, self.name, self.created = engine, engine.loaded.name, int(time.time())
         self.config = config or Config()
         self.names = list(dict.fromkeys([self.name, *self.config.aliases]))
-        self.template = ChatTemplate(engine.tokenizer)
+        self.tokens = Tokens(engine.tokenizer)
+        self.template = ChatTemplate(self.tokens)
         self.metrics = Metrics(engine)
-        # No token stands for more characters than its own name has, so what is longer than this has no room, whatever its tokens are.
-        self._most_characters = engine.core.context_tokens * max(map(len, engine.tokenizer.get_vocab()))
         self._structure = Structure(engine.tokenizer, engine.core.forward.vocabulary, engine.core.eos_tokens)
 
     # ---- what clients want -----------------------------------------------------------------------------------------
@@ -68,7 +68,7 @@ class Service:
         offered = self._offered(wanted, caller)
         self._check_number("prompt", len(wanted.prompt) * wanted.n)
         names, asks, shapes = self._names(wanted), list[list[Ask]](), list[Shape]()
-        prompts = [self._tokens(prompt) if isinstance(prompt, str) else prompt for prompt in wanted.prompt]
+        prompts = [self._prompt_tokens(prompt, offered) for prompt in wanted.prompt]
         offered = self._routed(offered, wanted, caller, max(map(len, prompts), default=0), wanted.max_tokens)
         for prompt, tokens in zip(wanted.prompt, prompts, strict=True):
             max_tokens = _fitting(offered, len(tokens), wanted, (wanted.max_tokens, "prompt", "max_tokens"))
@@ -101,7 +101,9 @@ class Service:
         wanted.check_stream()
         offered = self._offered(wanted, caller)
         self._check_number("n", wanted.n)
-        tokens = self._chat_tokens(wanted.messages, wanted.tools if wanted.offered_tools else [])
+        text = self._chat_text(wanted.messages, wanted.tools if wanted.offered_tools else [])
+        _check_length(offered, self.tokens.at_least(text), "messages", note=" or more")
+        tokens = self.tokens.of_chat(text)
         offered = self._routed(offered, wanted, caller, len(tokens), wanted.limit)
         max_tokens = _fitting(offered, len(tokens), wanted, (wanted.limit, "messages", wanted.limit_field))
         guide = self._guide(wanted)
@@ -125,9 +127,9 @@ class Service:
         wanted = read(TokenizeRequest, body)
         self._check_model(wanted.model)
         if wanted.prompt is None:
-            tokens = self._chat_tokens(wanted.messages, wanted.tools)
+            tokens = self.tokens.of_chat(self._chat_text(wanted.messages, wanted.tools))
         else:
-            tokens = self._tokens(wanted.prompt, add_special_tokens=wanted.add_special_tokens)
+            tokens = self.tokens.of(wanted.prompt, add_special_tokens=wanted.add_special_tokens)
         return {"tokens": tokens, "count": len(tokens), "max_model_len": self.engine.core.context_tokens}
 
     def model(self, name: str, caller: Caller) -> Json:
@@ -205,15 +207,16 @@ class Service:
         policy = self.engine.policy_of(offered.name)
         return self.engine.offers[self.engine.route(policy, prompt_tokens, max_tokens or 1)]
 
-    def _tokens(self, text: str, *, field: str = "prompt", add_special_tokens: bool = True) -> list[int]:
-        """Raises TooLong before a text that could never be served takes minutes and gigabytes."""
-        if len(text) > self._most_characters:
-            raise TooLong(field, f"at most {self._most_characters} characters", len(text), "shorten it")
-        return list(self.engine.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+    def _prompt_tokens(self, prompt: str | list[int], offered: Offered) -> list[int]:
+        if not isinstance(prompt, str):
+            if error := self.engine.core.why_no_prompt(prompt):
+                raise error
+            return prompt
+        _check_length(offered, self.tokens.at_least(prompt), "prompt", note=" or more")
+        return self.tokens.of(prompt)
 
-    def _chat_tokens(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
-        text = self.template.text(messages, [tool.function for tool in tools])
-        return self._tokens(text, field="messages", add_special_tokens=False)
+    def _chat_text(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
+        return self.template.text(messages, [tool.function for tool in tools])
 
     def _names(self, wanted: Generation) -> Names:
         # Whoever has the prompt repeated with its log probabilities counts on one entry for each token, the last one too (lm-eval does).
@@ -238,6 +241,15 @@ class Service:
         )
 
 
+def _check_length(offered: Offered, prompt_tokens: int, field: str, *, least: int = 0, note: str = "") -> None:
+    """Raises TooLong if there is no room for a prompt and the `least` tokens behind it."""
+    if prompt_tokens + least <= offered.most_tokens:
+        return
+    by_memory = offered.most_tokens == offered.capacity_tokens
+    remedy = "shorten it" + (", or start the server with more memory" if by_memory else "")
+    raise TooLong(field, f"at most {offered.most_tokens - least} tokens", f"{prompt_tokens}{note}", remedy)
+
+
 def _fitting(offered: Offered, prompt_tokens: int, wanted: Generation, limit: tuple[int | None, str, str]) -> int:
     """How many tokens to generate: as many as the client says, or all that there is room for. Raises TooLong or UsageError.
 
@@ -246,10 +258,7 @@ def _fitting(offered: Offered, prompt_tokens: int, wanted: Generation, limit: tu
     number, prompt_field, field = limit
     least = min(wanted.least_tokens, 1 if number is None else max(number, 0))
     room = offered.most_tokens - prompt_tokens
-    if room < least:
-        by_memory = offered.most_tokens == offered.capacity_tokens
-        remedy = "shorten it" + (", or start the server with more memory" if by_memory else "")
-        raise TooLong(prompt_field, f"at most {offered.most_tokens - least} tokens", prompt_tokens, remedy)
+    _check_length(offered, prompt_tokens, prompt_field, least=least)
     if number is not None and number < wanted.least_tokens:
         raise UsageError(field, f"{wanted.least_tokens} or more", number)
     if number is not None and number > room:

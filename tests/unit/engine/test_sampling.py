@@ -70,6 +70,26 @@ def test_penalties_are_of_what_was_generated() -> None:
     assert draw(5, generated=(0, 0), temperature=0, frequency_penalty=1.0) == {1: 1.0}
 
 
+def test_tokens_are_counted_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    request = Request("a", [1, 1, 1], Sampling(temperature=0, frequency_penalty=0.01, presence_penalty=0.1))
+    looked_at = 0
+    update = Counter.update
+
+    def count(counter: Counter[int], tokens: Any) -> None:
+        nonlocal looked_at
+        looked_at += len(tokens)
+        update(counter, tokens)
+
+    monkeypatch.setattr(Counter, "update", count)
+    logits = torch.zeros(1, 5)
+    for step in range(40):  # each token costs a little more, so they take turns
+        (choice,) = choose(logits, [request])
+        assert choice.token == step % 5
+        request.tokens.append(choice.token)
+    assert looked_at == 39
+    assert request.count_generated() == Counter(request.generated)
+
+
 def test_a_seed_and_a_place_decide_alone() -> None:
     request = Request("a", [1, 2, 3], Sampling(seed=-5))
     (alone,) = choose(LOGITS, [request])

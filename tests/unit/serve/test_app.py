@@ -289,7 +289,8 @@ def test_nothing_need_be_generated_to_know_of_the_prompt(ask: Asker, engine: Eng
     refused = ask("/v1/completions", {"prompt": [7] * (most + 1), "max_tokens": 0, "echo": True}).json()["error"]
     assert (refused["param"], refused["code"]) == ("prompt", "context_length_exceeded")
     assert ask("/v1/completions", {"prompt": "hello", "max_tokens": 0}).json()["error"]["param"] == "max_tokens"
-    assert ask("/v1/completions", {"prompt": "", "echo": True}).json()["error"]["param"] == "prompt"
+    for wrong in ("", [300], [-1], [2**70]):
+        assert ask("/v1/completions", {"prompt": wrong, "echo": True}).json()["error"]["param"] == "prompt"
 
 
 def test_log_probabilities_of_a_chat_s_prompt(ask: Asker) -> None:
@@ -309,6 +310,22 @@ def test_a_prompt_is_repeated_at_the_begin_of_a_stream(ask: Asker) -> None:
     assert first["text"].startswith("hello")
     assert first["logprobs"]["tokens"][:5] == list("hello")
     assert first["logprobs"]["text_offset"][:6] == [0, 1, 2, 3, 4, 5]
+
+
+def test_what_is_far_too_long_is_not_read(ask: Asker, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise AssertionError("it was tokenized")
+
+    long = "x" * (20 * 1024)
+    with monkeypatch.context() as nobody:
+        nobody.setattr(type(engine.tokenizer), "__call__", fail)
+        for path, body, field in (
+            ("/v1/completions", {"prompt": long}, "prompt"),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": long}]}, "messages"),
+        ):
+            refused = ask(path, body).json()["error"]
+            assert (refused["param"], refused["code"]) == (field, "context_length_exceeded")
+            assert "or more" in refused["message"]
 
 
 def test_a_body_that_is_too_large(ask: Asker, monkeypatch: pytest.MonkeyPatch) -> None:

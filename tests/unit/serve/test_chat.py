@@ -12,6 +12,7 @@ from bytes_tokenizer import PLAIN, WITH_CALLS, WITH_TOOLS, tokenizer
 from kvarto.errors import Unsupported, UsageError
 from kvarto.serve.chat import Call, ChatTemplate, ToolCallReader
 from kvarto.serve.protocol import CalledFunction, Function, Message, ToolCall
+from kvarto.serve.tokens import Tokens
 
 CALL = '{"name": "f", "arguments": {"x": 1}}'
 STRICT = Function(name="g", strict=True)
@@ -94,11 +95,12 @@ def turn(role: str, content: str = "", **more: object) -> Message:
 
 def text(template: str, messages: list[Message], tools: list[Function] | None = None) -> str:
     known = tokenizer(template)
-    return ChatTemplate(known).text(messages, tools or [])
+    tokens = Tokens(known)
+    return str(known.decode(tokens.of_chat(ChatTemplate(tokens).text(messages, tools or []))))
 
 
 def test_a_template_that_knows_tools_is_told_of_them() -> None:
-    assert ChatTemplate(tokenizer(WITH_TOOLS)).tools_by == "template"
+    assert ChatTemplate(Tokens(tokenizer(WITH_TOOLS))).tools_by == "template"
     assert text(WITH_TOOLS, [turn("user", "hi")], [Function(name="f")]) == "[f]<user>hi<assistant>"
     assert text(WITH_TOOLS, [turn("developer", "be kind"), turn("user", "hi")]) == "<system>be kind<user>hi<assistant>"
 
@@ -110,7 +112,7 @@ def test_templates_get_arguments_as_objects() -> None:
 
 
 def test_for_a_template_that_knows_no_tools_they_are_spelled_out() -> None:
-    assert ChatTemplate(tokenizer(PLAIN)).tools_by == "kvarto"
+    assert ChatTemplate(Tokens(tokenizer(PLAIN))).tools_by == "kvarto"
     call = ToolCall(id="1", function=CalledFunction(name="f", arguments='{"x": 7}'))
     messages = [
         turn("system", "be kind"),
@@ -129,7 +131,7 @@ def test_a_template_may_refuse() -> None:
     with pytest.raises(UsageError, match="messages: .* roles must alternate"):
         text("{{ raise_exception('roles must alternate') }}", [turn("user", "?")])
     with pytest.raises(Unsupported, match="no chat template"):
-        ChatTemplate(tokenizer(None)).text([turn("user", "?")], [])
+        ChatTemplate(Tokens(tokenizer(None))).text([turn("user", "?")], [])
 
 
 def test_a_default_parameter_is_none_at_all() -> None:

@@ -1,0 +1,108 @@
+"""Texts of other people to tokens: none of a chat becomes a control token, and what is far too long is seen before it is read. No torch.
+
+A chat template puts control tokens (<|im_start|> and the like) around what clients send, and they say who speaks. The tokenizer would read them in a
+client's text as well. So those there are *marked* before the template is filled in: a character that is none is put into each. What then still
+reads as a control token is the template's; the rest is read as text, without the marks. A text without control tokens is read as ever.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cached_property
+from typing import Any
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel
+from tokenizers.models import BPE
+
+from kvarto.errors import UsageError
+
+_MARK = "\ufdd0"  # Unicode keeps it free for what programs do among themselves
+_NEVER = re.compile(r"(?!)")
+
+
+class Tokens:
+    """`tokenizer` is one of transformers'. If it is none of the tokenizers library's, nothing is marked and nothing seen beforehand."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer, self._backend = tokenizer, getattr(tokenizer, "backend_tokenizer", None)
+        added = [] if self._backend is None else list(self._backend.get_added_tokens_decoder().items())
+        # One character has no place for a mark.
+        self._control = {each.content: token for token, each in added if each.special and len(each.content) > 1}
+        longest_first = sorted(self._control, key=len, reverse=True)
+        self._found = re.compile("|".join(map(re.escape, longest_first))) if longest_first else _NEVER
+        self._strips = any(each.lstrip or each.rstrip for _, each in added)
+        vocabulary = {} if self._backend is None else self._backend.get_vocab(with_added_tokens=True)
+        self._of_bytes = self._backend is not None and isinstance(self._backend.decoder, ByteLevel)
+        # Vocabularies of bytes may lack some that texts rarely have; those have no token.
+        self._dropped = bytes(byte for byte, symbol in enumerate(_symbols()) if symbol not in vocabulary)
+        # Of a token, in characters or bytes; 0: there are some for texts of any length.
+        self._longest = max(map(len, vocabulary)) if self._reads_all() else 0
+
+    def of(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Control tokens included."""
+        return list(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+
+    def at_least(self, text: str) -> int:
+        """So many tokens it has, or more: a bound that takes no time."""
+        if not self._longest:
+            return 0
+        assert self._backend is not None, "nothing is known of other tokenizers"
+        if self._backend.normalizer is not None:
+            text = self._backend.normalizer.normalize_str(text)
+        if self._strips:  # some tokens take the white space around them
+            text = "".join(text.split())
+        size = len(text.encode("utf-8", "replace").translate(None, self._dropped)) if self._of_bytes else len(text)
+        return -(-size // self._longest)
+
+    # ---- chats -----------------------------------------------------------------------------------------------------
+
+    def marked(self, value: Any) -> Any:
+        """Texts, and what they are in, with their control tokens marked."""
+        if isinstance(value, str):
+            while self._found.search(value):  # one may begin within another
+                value = self._found.sub(lambda match: match[0][0] + _MARK + match[0][1:], value)
+            return value
+        if isinstance(value, dict):
+            return {self.marked(key): self.marked(item) for key, item in value.items()}
+        return [self.marked(item) for item in value] if isinstance(value, list) else value
+
+    def of_chat(self, text: str) -> list[int]:
+        """Of a template that is filled in with what is `marked`. Raises UsageError."""
+        if _MARK not in text:
+            return self.of(text, add_special_tokens=False)
+        tokens, at = list[int](), 0
+        for match in self._found.finditer(text):
+            tokens += [*self._plain(text[at : match.start()]), self._control[match[0]]]
+            at = match.end()
+        return tokens + self._plain(text[at:])
+
+    def _plain(self, text: str) -> list[int]:
+        tokens = list(self._without_control.encode(text.replace(_MARK, ""), add_special_tokens=False).ids)
+        if not set(tokens).isdisjoint(self._control.values()):
+            raise UsageError(
+                "messages", "texts without control tokens of the model", "one that this tokenizer reads as such"
+            )
+        return tokens
+
+    @cached_property
+    def _without_control(self) -> Tokenizer:
+        """Another one, since this is a setting and other threads are reading."""
+        assert self._backend is not None, "nothing is marked for other tokenizers"
+        own = Tokenizer.from_str(self._backend.to_str())
+        own.encode_special_tokens = True
+        return own
+
+    def _reads_all(self) -> bool:
+        """There is a token for every character, or for each byte that is not dropped."""
+        model = None if self._backend is None else self._backend.model
+        if not isinstance(model, BPE):
+            return False
+        return bool(self._of_bytes or model.byte_fallback or (model.unk_token is not None and not model.fuse_unk))
+
+
+def _symbols() -> list[str]:
+    """How vocabularies of bytes write each byte (GPT-2): as its own Latin-1 character if that can be seen, else as one of those from 256 on."""
+    own = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = iter(range(256, 512))
+    return [chr(byte if byte in own else next(others)) for byte in range(256)]
