@@ -180,7 +180,9 @@ async def ask(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> Ans
 class Client:
     """Asks one random request after another, and looks at what comes."""
 
-    def __init__(self, soak: Soak, http: httpx.AsyncClient, known: Sequence[Reference], context: int, seed: int) -> None:
+    def __init__(
+        self, soak: Soak, http: httpx.AsyncClient, known: Sequence[Reference], context: int, seed: int
+    ) -> None:
         self._soak, self._http, self._known, self._context = soak, http, known, context
         self._rng = random.Random(seed)
         self._kinds = {
@@ -205,7 +207,11 @@ class Client:
 
     def _body(self, **fields: Any) -> dict[str, Any]:
         rng = self._rng
-        return {"stream": rng.random() < 0.5, "kv_format": rng.choice(FORMATS), "cache_salt": rng.choice(TENANTS)} | fields
+        return {
+            "stream": rng.random() < 0.5,
+            "kv_format": rng.choice(FORMATS),
+            "cache_salt": rng.choice(TENANTS),
+        } | fields
 
     async def reference(self) -> None:
         """Gives what it gives alone."""
@@ -378,7 +384,10 @@ def check_end(soak: Soak, server: Server, requests: int) -> dict[str, Any]:
     soak.expect(books["tier_refused_total"] == 0, "a block was not what it should be")
     warm = [point for point in soak.rss_bytes if point[0] >= WARM_UP_SHARE * requests]
     growth = slope(warm)
-    soak.expect(growth < MOST_GROWTH_BYTES or requests < 5000, f"the server grew by {growth:.0f} bytes per 1,000 requests")
+    soak.expect(
+        growth < MOST_GROWTH_BYTES or requests < 5000,  # fewer are all warm-up
+        f"the server grew by {growth:.0f} bytes per 1,000 requests",
+    )
     (_, fds, threads), (_, last_fds, last_threads) = soak.handles[len(soak.handles) // 5], soak.handles[-1]
     soak.expect(last_fds <= fds + 2 * CONCURRENT, f"file descriptors: {fds}, then {last_fds}")
     soak.expect(last_threads <= threads + 2, f"threads: {threads}, then {last_threads}")

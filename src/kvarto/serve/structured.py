@@ -67,7 +67,9 @@ class Structure:
             begins.append("TEXT" if answer is None else "answer")
             rules.append(_TEXT if answer is None else f"answer: {_json(answer)}")
         if any(_OPTIONS in schema for schema in (answer or {}, *(tool.parameters for tool in tools))):
-            raise UsageError(field, f"a JSON schema without {_OPTIONS}: how JSON is written is not the client's to say", _OPTIONS)
+            raise UsageError(
+                field, f"a JSON schema without {_OPTIONS}: how JSON is written is not the client's to say", _OPTIONS
+            )
         matcher = llguidance.LLMatcher(self._tokens, "\n".join([f"start: {' | '.join(begins)}", *rules]), log_level=0)
         if not matcher.is_error():
             matcher.compute_bitmask()  # a schema that refers to nothing but itself fails here
