@@ -14,10 +14,10 @@ from typing import Any
 
 import httpx
 import torch
-from bytes_tokenizer import EOS, PLAIN, tokenizer
 from prometheus_client.parser import text_string_to_metric_families
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
+from bytes_tokenizer import EOS, PLAIN, tokenizer
 from kvarto.models.load import LoadedModel
 
 CONTEXT_TOKENS = 1024

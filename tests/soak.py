@@ -1,4 +1,4 @@
-"""Thousands of short requests against a real server whose memory is full all the time, of which many are given up: nothing is lost, and no answer is wrong.
+"""Thousands of short requests against a real server whose memory is full all the time; many are given up. Nothing is lost, and no answer is wrong.
 
     python tests/soak.py                                             10,000 requests, a tiny random model
     python tests/soak.py --model smollm2-135m-instruct --requests 400 --memory 24MiB --host-memory 16MiB --disk-memory 64MiB
@@ -25,12 +25,12 @@ from typing import Any
 import httpx
 import jsonschema
 import psutil
-from served import Server, save_tiny, soon
 
 from kvarto.engine.engine import Ask, Engine
 from kvarto.engine.request import Sampling
 from kvarto.engine.sampling import Choice
 from kvarto.models.load import load
+from served import Server, save_tiny, soon
 
 FORMATS = ("int4", "fp32")
 CONCURRENT = 32

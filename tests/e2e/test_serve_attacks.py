@@ -23,10 +23,10 @@ pytest.importorskip("httpx")
 
 import httpx
 import uvicorn
-from served import soon, tiny_loaded
 
 from kvarto.engine.engine import Engine
 from kvarto.serve.app import make_app
+from served import soon, tiny_loaded
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 ENDLESS = {"prompt": "abc " * 30, "max_tokens": 700, "ignore_eos": True}

@@ -16,9 +16,9 @@ pytest.importorskip("httpx")
 
 import httpx
 import torch
-from bytes_tokenizer import PLAIN, tokenizer
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
+from bytes_tokenizer import PLAIN, tokenizer
 from kvarto.engine.engine import Engine, open_tiers
 from kvarto.models.load import LoadedModel
 from kvarto.serve import app as app_module

@@ -9,7 +9,6 @@ import pytest
 pytest.importorskip("transformers")
 
 from bytes_tokenizer import PLAIN, WITH_CALLS, WITH_TOOLS, tokenizer
-
 from kvarto.errors import Unsupported, UsageError
 from kvarto.serve.chat import Call, ChatTemplate, ToolCallReader
 from kvarto.serve.protocol import CalledFunction, Function, Message, ToolCall

@@ -13,8 +13,8 @@ pytest.importorskip("torch")
 pytest.importorskip("llguidance")
 
 import torch
-from bytes_tokenizer import EOS, tokenizer
 
+from bytes_tokenizer import EOS, tokenizer
 from kvarto.errors import Unsupported, UsageError
 from kvarto.serve.chat import CLOSE, OPEN, Call, ToolCallReader
 from kvarto.serve.protocol import Function
