@@ -93,7 +93,7 @@ def _share_arenas() -> None:
     """Two arenas for all threads: grammars are made in threads of the pool and freed in others, and with an arena for each thread glibc keeps what was
     freed; the process then grows for thousands of requests (docs/LOG.md)."""
     try:
-        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 2)
+        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
     except (OSError, AttributeError, TypeError):  # another C library
         _log.debug("this C library has no arenas to share")
 
