@@ -14,7 +14,7 @@ GPU_SANITIZE := ragged_lengths and (int4 or int3 or kivi2 or int8 or fp8) or sev
 GPU_SANITIZED := tests/gpu/test_gpu_attend.py tests/unit/kernels/test_triton_seal.py
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-slow test-models check format bench gpu gpu-sanitize golden clean browser
+.PHONY: help run test test-slow test-models soak check format bench gpu gpu-sanitize golden clean browser
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,6 +41,9 @@ test-slow: $(READY)  ## more random traffic, longer state machines
 test-models: $(READY)  ## tests on the larger real models, which are fetched (0.5 GB)
 	$(BIN)/kvarto models fetch qwen2.5-coder-0.5b-instruct
 	OMP_NUM_THREADS=2 $(BIN)/pytest -m models
+
+soak: $(READY)  ## 10,000 short requests against a server whose memory is always full (15 minutes)
+	$(BIN)/python tests/soak.py
 
 check: $(READY)  ## format, lint, types, import rules
 	$(BIN)/ruff format --check .

@@ -1,4 +1,4 @@
-"""Thousands of short requests against a real server whose memory is always full, of which many are given up: nothing is lost, no answer is wrong.
+"""Thousands of short requests against a real server whose memory is full all the time; many are given up. Nothing is lost, and no answer is wrong.
 
     python tests/soak.py                                             10,000 requests, a tiny random model
     python tests/soak.py --model smollm2-135m-instruct --requests 400 --memory 24MiB --host-memory 16MiB --disk-memory 64MiB
@@ -385,7 +385,8 @@ def check_end(soak: Soak, server: Server, requests: int) -> dict[str, Any]:
     warm = [point for point in soak.rss_bytes if point[0] >= WARM_UP_SHARE * requests]
     growth = slope(warm)
     soak.expect(
-        growth < MOST_GROWTH_BYTES or requests < 5000, f"the server grew by {growth:.0f} bytes per 1,000 requests"
+        growth < MOST_GROWTH_BYTES or requests < 5000,  # fewer are all warm-up
+        f"the server grew by {growth:.0f} bytes per 1,000 requests",
     )
     (_, fds, threads), (_, last_fds, last_threads) = soak.handles[len(soak.handles) // 5], soak.handles[-1]
     soak.expect(last_fds <= fds + 2 * CONCURRENT, f"file descriptors: {fds}, then {last_fds}")

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+import resource
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -145,3 +149,52 @@ def test_without_room_nothing_comes_back_and_nothing_is_lost(tmp_path: Path) -> 
         small.step()
     serve(small, "int4", "gemma3_text")
     small.close()
+
+
+@contextmanager
+def a_full_disk(folder: Path) -> Iterator[Path]:
+    """A folder with room for a few files: a file system of its own where one may be mounted, else no file may have more than some bytes."""
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=48k", "tmpfs", str(folder)], capture_output=True, check=False
+    )
+    if mounted.returncode == 0:
+        try:
+            yield folder
+        finally:
+            subprocess.run(["umount", str(folder)], check=True)
+        return
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        yield folder
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_on_a_full_disk_every_answer_is_right(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with a_full_disk(tmp_path / "small") as folder:
+        for _ in range(2):
+            engine = on_disk(folder, memory=SMALL)
+            for seed in range(2):
+                tokens = tuple(prompt(300, seed=seed))
+                serve(engine, "int4", "gemma3_text", tokens)
+                forget(engine)
+                serve(engine, "int4", "gemma3_text", tokens)
+            engine.close()
+        assert "blocks are not kept" in caplog.text
+        assert engine.offload is not None
+        assert engine.offload.tiers.refused == 0
+        assert not list(folder.glob("??/*.part"))
+
+
+def test_a_clock_that_jumps_changes_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng, clock = random.Random(0), time.time
+    monkeypatch.setattr(time, "time", lambda: clock() + rng.choice([-1, 0, 1]) * 86_400)
+    monkeypatch.setattr(time, "time_ns", lambda: int(time.time() * 1e9))
+    for expected in (0, 256):
+        engine = on_disk(tmp_path)
+        assert serve(engine, "int4", "gemma3_text") == expected
+        forget(engine)
+        assert serve(engine, "int4", "gemma3_text") == 256
+        engine.close()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+import time
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from pathlib import Path
@@ -349,6 +351,17 @@ def test_a_text_that_cannot_have_room_is_not_even_tokenized(
         refused = ask(path, body)
         assert refused.status_code == 400
         assert (refused.json()["error"]["param"], refused.json()["error"]["code"]) == (field, "context_length_exceeded")
+
+
+def test_a_clock_that_jumps_is_in_no_metric(ask: Asker, monkeypatch: pytest.MonkeyPatch) -> None:
+    days = iter(range(10_000))
+    clock = time.time
+    monkeypatch.setattr(time, "time", lambda: clock() + (-1) ** next(days) * 86_400)
+    for stream in (False, True):
+        assert ask("/v1/chat/completions", CHAT | {"stream": stream, "ignore_eos": True}).status_code == 200
+    sums = [line.split() for line in ask("/metrics").text.splitlines() if re.match(r"kvarto_\w+_seconds_sum", line)]
+    assert len(sums) == 4
+    assert all(0 <= float(value) < 100 for _, value in sums)
 
 
 def test_what_is_refused_is_not_sent_back_or_logged_at_length(ask: Asker, caplog: pytest.LogCaptureFixture) -> None:
