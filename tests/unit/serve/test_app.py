@@ -28,7 +28,7 @@ from kvarto.models.load import LoadedModel
 from kvarto.serve import app as app_module
 from kvarto.serve.app import make_app
 from kvarto.serve.metrics import _forms
-from kvarto.serve.rules import Config
+from kvarto.serve.rules import Caller, Config
 from kvarto.serve.service import Service
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
@@ -249,6 +249,17 @@ def test_a_tenant_finds_no_prefixes_but_its_own(engine: Engine) -> None:
 
     assert [cached("sk-acme"), cached("sk-acme"), cached("sk-beta"), cached("sk-beta")] == [0, 128, 0, 128]
     assert [cached("sk-acme", cache_salt="beta"), cached("sk-acme", cache_salt="beta")] == [0, 128]
+
+
+def test_a_tenant_s_requests_have_its_priority(engine: Engine) -> None:
+    service = Service(engine, RULES)
+    for route, understand, body in (
+        ("/v1/completions", service.completion, {"prompt": "hi"}),
+        ("/v1/chat/completions", service.chat, CHAT),
+    ):
+        for tenant, priority in (("beta", 3), ("acme", 0), (None, 0)):
+            plan = understand(json.dumps(body).encode(), Caller(route, {}, tenant))
+            assert plan.asks[0][0].priority == priority
 
 
 def lm_eval(choice: Any, context: int) -> tuple[list[float], bool]:
