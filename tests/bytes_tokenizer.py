@@ -23,7 +23,8 @@ def tokenizer(template: str | None = None, added: tuple[str, ...] = ()) -> Any:
     alphabet = sorted(ByteLevel.alphabet())
     vocabulary = {symbol: number for number, symbol in enumerate(alphabet)} | {"<end>": len(alphabet)}
     built = Tokenizer(BPE(vocabulary, []))
-    built.pre_tokenizer, built.decoder = ByteLevel(add_prefix_space=False, use_regex=False), ByteDecoder()
+    # Split into words, although every byte is a token: the library remembers 10,000 words, and whole prompts would be 80 MB.
+    built.pre_tokenizer, built.decoder = ByteLevel(add_prefix_space=False, use_regex=True), ByteDecoder()
     built.add_tokens([AddedToken(mark, normalized=False) for mark in added])
     return PreTrainedTokenizerFast(tokenizer_object=built, eos_token="<end>", chat_template=template)
 

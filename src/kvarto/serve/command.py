@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import socket
 import threading
@@ -26,7 +25,6 @@ from kvarto.serve.app import make_app
 from kvarto.serve.rules import Config, check_formats, read_config
 
 _FLUSH_SECONDS = 5
-_M_ARENA_MAX = -8  # glibc's malloc.h
 _log = logging.getLogger("kvarto.serve")
 
 
@@ -70,7 +68,6 @@ def serve(options: ServeOptions, config: Config) -> None:
     """Serve until a signal comes. Raises what loading, the engine and binding the address raise, before anything is served."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    _share_arenas()
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     # What is wrong should be said before a model is loaded.
@@ -106,15 +103,6 @@ def serve(options: ServeOptions, config: Config) -> None:
             host = f"[{address[0]}]" if ":" in address[0] else address[0]
             console.print(f"listening on http://{host}:{address[1]}/v1")
             DrainingServer(http, engine, options.drain_seconds).run(sockets=[listener])
-
-
-def _share_arenas() -> None:
-    """Two arenas for all threads: grammars are made in threads of the pool and freed in others, and with an arena for each thread glibc keeps what was
-    freed; the process then grows for thousands of requests (docs/LOG.md)."""
-    try:
-        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
-    except (OSError, AttributeError, TypeError):  # another C library
-        _log.debug("this C library has no arenas to share")
 
 
 def describe(engine: Engine) -> list[str]:
