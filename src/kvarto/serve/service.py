@@ -123,14 +123,18 @@ class Service:
         )
 
     def tokenize(self, body: bytes) -> Json:
-        """POST /tokenize. Raises UsageError or Unsupported."""
+        """POST /tokenize. Raises UsageError or Unsupported; TooLong for what would take long and never be served."""
         wanted = read(TokenizeRequest, body)
         self._check_model(wanted.model)
-        if wanted.prompt is None:
-            tokens = self.tokens.of_chat(self._chat_text(wanted.messages, wanted.tools))
-        else:
-            tokens = self.tokens.of(wanted.prompt, add_special_tokens=wanted.add_special_tokens)
-        return {"tokens": tokens, "count": len(tokens), "max_model_len": self.engine.core.context_tokens}
+        context, field = self.engine.core.context_tokens, "messages" if wanted.prompt is None else "prompt"
+        text = self._chat_text(wanted.messages, wanted.tools) if wanted.prompt is None else wanted.prompt
+        if (least := self.tokens.at_least(text)) > context:
+            raise TooLong(field, f"at most the context's {context} tokens", f"{least} or more", "shorten it")
+        special = wanted.add_special_tokens
+        tokens = (
+            self.tokens.of_chat(text) if wanted.prompt is None else self.tokens.of(text, add_special_tokens=special)
+        )
+        return {"tokens": tokens, "count": len(tokens), "max_model_len": context}
 
     def model(self, name: str, caller: Caller) -> Json:
         """The model as a client sees it under a name in /v1/models, and what it is really served with. Raises UnknownModel."""
