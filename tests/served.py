@@ -53,13 +53,13 @@ def save_tiny(folder: Path) -> Path:
 class Server:
     """The command with these words, on a free port; what it says is in `log`. Leaving ends it, by force if it must be."""
 
-    def __init__(self, log: Path, *words: str, before: tuple[str, ...] = (), **environment: str) -> None:
+    def __init__(self, log: Path, *words: str) -> None:
         self._log = log
         # OpenMP teams of several processes that compete for cores collapse.
-        own = {"NO_COLOR": "1", "OMP_NUM_THREADS": "1"} | environment
+        own = {"NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
         with log.open("wb") as file:
             self.process = subprocess.Popen(
-                [*before, sys.executable, "-c", _COMMAND, "serve", *words, "--port", "0", "--threads", "1"],
+                [sys.executable, "-c", _COMMAND, "serve", *words, "--port", "0", "--threads", "1"],
                 stderr=file, stdout=file, env=os.environ | own,
             )  # fmt: skip
         end = time.monotonic() + _START_SECONDS
