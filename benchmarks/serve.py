@@ -101,6 +101,8 @@ def serving(command: Sequence[str], threads: int) -> Iterator[Server]:
                 time.sleep(0.1)
             yield Server(found[1], psutil.Process(process.pid), said)
         finally:
+            if process.stdin:
+                process.stdin.close()
             process.terminate()
             try:
                 process.wait(30)
