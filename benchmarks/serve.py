@@ -205,7 +205,7 @@ def jobs(options: argparse.Namespace, requests: Sequence[traces.Request]) -> dic
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     trace = Job(
         options.model, [Ask(each.due_seconds / options.speed, words.prompt(each), each.output_tokens) for each in requests], [],
-        options.concurrency, parse_bytes(options.memory), 2 * config.num_hidden_layers * heads * width, options.threads, 512,
+        options.concurrency, parse_bytes(options.memory), 2 * config.num_hidden_layers * heads * width, options.threads, options.step_tokens,
     )  # fmt: skip
     found = {"trace": trace}
     if options.long_tokens:
@@ -250,7 +250,7 @@ def measure(
 
 COLUMNS = {
     "tokens fit": "fits_tokens", "hit rate": "hit_rate", "failed": "failed", "out tok/s": "output_tokens_per_second", "CPU s": "server_cpu_seconds",
-    "TTFT p50": ("ttft_seconds", "p50"), "TTFT p95": ("ttft_seconds", "p95"), "ITL p50": ("itl_seconds", "p50"), "ITL p95": ("itl_seconds", "p95"),
+    "TTFT p50": "ttft_seconds p50", "TTFT p95": "ttft_seconds p95", "ITL p50": "itl_seconds p50", "ITL p95": "itl_seconds p95",
     "dropped": COUNTERS[1], "preempted": COUNTERS[0],
 }  # fmt: skip
 
@@ -262,13 +262,16 @@ def show(title: str, runs: dict[str, list[dict[str, Any]]], console: Console) ->
     for column in COLUMNS:
         table.add_column(column, justify="right")
     for name, each in runs.items():
-        run = typical(each)
-        cells = (
-            run.get(key[0], {}).get(key[1], "") if isinstance(key, tuple) else run.get(key, "")
-            for key in COLUMNS.values()
-        )
-        table.add_row(name, *(f"{cell:g}" if isinstance(cell, float) else str(cell) for cell in cells))
+        cells = [_cell(typical(each), key.split()) for key in COLUMNS.values()]
+        table.add_row(name, *cells)
     console.print(table)
+
+
+def _cell(run: dict[str, Any], path: Sequence[str]) -> str:
+    value: Any = run
+    for key in path:
+        value = value.get(key, "") if value else ""
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def against(runs: dict[str, list[dict[str, Any]]], measure: str) -> dict[str, dict[str, list[float]]]:
@@ -304,6 +307,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--memory", default="48MiB", help="for keys and values, of every arm")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument(
+        "--step-tokens",
+        type=int,
+        default=512,
+        help="most tokens of a step, of kvarto and transformers; llama.cpp has 512",
+    )
     parser.add_argument("--repeats", type=int, default=None)
     parser.add_argument("--jobs", type=lambda text: text.split(","), default=["trace", "long"])
     parser.add_argument("--formats", type=lambda text: text.split(","), default=None)

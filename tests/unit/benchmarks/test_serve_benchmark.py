@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
+from rich.console import Console
 
 import serve
 from replay import Answer, Ask, quantiles, replay_http, summary, typical
@@ -83,6 +84,20 @@ def test_numbers_of_a_summary() -> None:
     assert serve.against({"kvarto int4": [{"x": 3.0}, {"x": 4.0}], "b": [{"x": 2.0}, {"x": 2.0}]}, "x") == {
         "kvarto int4": {"b": [1.5, 2.0]}
     }
+
+
+def test_a_table_shows_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    run = {
+        "failed": 0,
+        "seconds": 2.0,
+        "hit_rate": 0.5,
+        "output_tokens_per_second": 3.25,
+        "ttft_seconds": {"p50": 0.125, "p95": 7.0},
+    }
+    serve.show("trace", {"kvarto int4": [run], "peer": [{"failed": 3}]}, Console(width=160))
+    lines = capsys.readouterr().out.splitlines()
+    assert any("kvarto int4" in line and "3.25" in line and "0.125" in line for line in lines)
+    assert any("peer" in line and "3" in line for line in lines)
 
 
 def test_dry_run_says_what_would_run(
