@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import statistics
 import time
@@ -31,7 +32,7 @@ class Ask:
 class Answer:
     """What came of a request: seconds from when it was due to its first token, and between one piece of text and the next."""
 
-    first_seconds: float = 0.0
+    first_seconds: float | None = None  # no text came: all tokens were special ones, say
     gaps_seconds: list[float] = field(default_factory=list)
     end_seconds: float = 0.0  # after the replay's beginning
     prompt_tokens: int = 0
@@ -103,6 +104,17 @@ async def replay_http(asks: Sequence[Ask], base: str, concurrency: int | None) -
         return await replay(asks, over_http(session, base), concurrency)
 
 
+async def healthy(base: str, patience_seconds: float) -> None:
+    """Wait until the server says that it serves. Raises TimeoutError."""
+    async with asyncio.timeout(patience_seconds), aiohttp.ClientSession() as session:
+        while True:
+            with contextlib.suppress(aiohttp.ClientError):
+                async with session.get(f"{base}/health") as response:
+                    if response.status == 200:
+                        return
+            await asyncio.sleep(0.1)
+
+
 async def counters(base: str, names: Sequence[str]) -> dict[str, float]:
     """What a Prometheus page says of these names, without labels; what it lacks is left out."""
     async with aiohttp.ClientSession() as session, session.get(f"{base}/metrics") as response:
@@ -138,7 +150,7 @@ def summary(answers: Sequence[Answer]) -> dict[str, Any]:
         "seconds": round(seconds, 2), "prompt_tokens": prompt, "cached_tokens": cached, "output_tokens": output,
         "hit_rate": round(cached / prompt, 4), "output_tokens_per_second": round(output / seconds, 2),
         "tokens_per_second": round((prompt + output) / seconds, 1),
-        "ttft_seconds": quantiles([answer.first_seconds for answer in good]),
+        "ttft_seconds": quantiles([each.first_seconds for each in good if each.first_seconds is not None] or [0.0]),
         "itl_seconds": quantiles([gap for answer in good for gap in answer.gaps_seconds] or [0.0]),
     }  # fmt: skip
 

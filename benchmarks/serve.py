@@ -36,7 +36,7 @@ import traces
 from kvarto.errors import KvartoError
 from measure import Neighbours, machine
 from peers_serve import LLAMA_TYPES, gguf_of, missing
-from replay import Answer, Ask, counters, replay_http, summary, typical
+from replay import Answer, Ask, counters, healthy, replay_http, summary, typical
 
 BASELINE = Path(__file__).parent / "baselines" / "serve.json"
 PEERS = Path(__file__).parent / "peers_serve.py"
@@ -99,6 +99,7 @@ def serving(command: Sequence[str], threads: int) -> Iterator[Server]:
                 if process.poll() is not None or time.monotonic() > deadline:
                     raise RuntimeError("did not start: " + " ".join(said.split())[-300:])
                 time.sleep(0.1)
+            asyncio.run(healthy(found[1], deadline - time.monotonic()))
             yield Server(found[1], psutil.Process(process.pid), said)
         finally:
             if process.stdin:

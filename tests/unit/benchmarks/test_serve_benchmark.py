@@ -60,6 +60,7 @@ def against(asks: list[Ask], concurrency: int | None, seen: list[int]) -> list[A
 def test_a_stream_is_timed() -> None:
     first, second = against([Ask(0.0, [1, 2, 3, 4], 5), Ask(0.05, [0], 5)], None, [])
     assert (first.prompt_tokens, first.cached_tokens, first.output_tokens, first.error) == (4, 2, 5, "")
+    assert first.first_seconds is not None
     assert first.first_seconds >= 0.005
     assert len(first.gaps_seconds) == 4
     assert first.end_seconds >= first.first_seconds + sum(first.gaps_seconds)
