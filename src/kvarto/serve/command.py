@@ -23,6 +23,7 @@ from kvarto.models.load import load
 from kvarto.serve.app import make_app
 
 _FLUSH_SECONDS = 5
+_BACKLOG = 2048  # uvicorn's, which listens once more
 _log = logging.getLogger("kvarto.serve")
 
 
@@ -79,6 +80,7 @@ def serve_command(options: ServeOptions) -> None:
             for line in describe(engine):
                 console.print(line)
             warm_up(engine)
+            listener.listen(_BACKLOG)  # before it is said, so that who reads the line can connect
             address = listener.getsockname()
             host = f"[{address[0]}]" if ":" in address[0] else address[0]
             console.print(f"listening on http://{host}:{address[1]}/v1")
