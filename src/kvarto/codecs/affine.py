@@ -85,6 +85,14 @@ def _half(x: Tensor) -> Tensor:
     return x.clamp(-FLOAT16_MAX, FLOAT16_MAX).half()
 
 
+def magnitude(x: Tensor) -> float:
+    """Of the largest element; NaN if one is NaN."""
+    lowest, highest = torch.aminmax(x)
+    return max(-float(lowest), float(highest))
+
+
 def out_of_range(x: Tensor) -> int:
     """Elements that a float16 zero and scale cannot reach."""
+    if magnitude(x) <= FLOAT16_MAX:  # one pass instead of three, nearly always
+        return 0
     return int((x.abs() > FLOAT16_MAX).sum())

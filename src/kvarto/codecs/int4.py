@@ -26,7 +26,7 @@ from kvarto.codecs.base import Codec, Reader, assemble, extract, from_tile, to_t
 from kvarto.codecs.packing import code_fields, code_planes, pack, pack_plane, unpack, unpack_plane, unpack_tile
 from kvarto.jit import available, load_floats, torch
 from kvarto.layout import FieldSpec, Side, SlabLayout
-from kvarto.sealing import Refine, Rotation
+from kvarto.sealing import FLOAT16_MAX, Refine, Rotation
 from kvarto.tile import Plane, Term, Tile
 
 if available("numba"):
@@ -98,6 +98,8 @@ class PageInt(Codec):
 
     def saturated(self, x: Tensor, side: Side) -> int:
         """Elements beyond float16, of values after rotation: those are what is clamped."""
+        if side is Side.V and affine.magnitude(x) * x.shape[-1] ** 0.5 <= FLOAT16_MAX:
+            return 0  # a rotation makes nothing larger than its row is long, so it need not be computed a second time
         return affine.out_of_range(_rotated(x) if side is Side.V else x)
 
     def tile(self, layout: SlabLayout) -> Tile:
