@@ -7,7 +7,7 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,14 +51,15 @@ class Neighbours:
 
     QUIET = 0.03
 
-    def __init__(self, patience_seconds: float) -> None:
-        self._patience_seconds, self._process = patience_seconds, psutil.Process()
+    def __init__(self, patience_seconds: float, ours: Sequence[psutil.Process] = ()) -> None:
+        """`ours`: processes besides this one that belong to what is measured."""
+        self._patience_seconds, self._processes = patience_seconds, (psutil.Process(), *ours)
         self._mark()
 
     def _mark(self) -> None:
-        times, own = psutil.cpu_times(), self._process.cpu_times()
+        times, own = psutil.cpu_times(), [process.cpu_times() for process in self._processes]
         idle = times.idle + getattr(times, "iowait", 0.0)
-        self._at, self._others = time.monotonic(), sum(times) - idle - own.user - own.system
+        self._at, self._others = time.monotonic(), sum(times) - idle - sum(each.user + each.system for each in own)
 
     def share(self) -> float:
         """Of all cores, since the last call."""
