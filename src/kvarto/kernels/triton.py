@@ -27,6 +27,9 @@ _FEW_TOKENS = 16
 _SCRATCH_BYTES = 128 << 20
 # Pages of a split where the order of sums must not depend on the batch.
 _FIXED_SHARE = 32
+# Where so many pairs of a sequence and a head do not run at once, or hardly: how many times the splits that run at once there may be.
+_TURNS = 4
+_MOST_ENTRIES = 512  # every program works out the plan for all
 
 
 class TritonKernel:
@@ -109,7 +112,7 @@ def _attend_few(
             K=packed.k.tile, V=packed.v.tile, PAGE_NBYTES=packed.pages.stride(0),
             K_NBYTES=packed.layout.k.nbytes, PAIR_NBYTES=packed.layout.pair_nbytes,
             BFLOAT16=q_packed.dtype == torch.bfloat16, num_warps=1, num_stages=1, maxnreg=tuning.registers,
-            ENTRIES=1 if cut.entries == 1 else max(64, _power_of_2(cut.entries)),
+            ENTRIES=1 if cut.entries == 1 else max(64, _power_of_2(cut.entries)), TURNS=cut.turns,
             AHEAD=ahead, **_follows(raw is not None, device), **shared,
         )  # fmt: skip
     out = torch.empty((T, Hq, DV), dtype=torch.float32, device=device)
@@ -221,7 +224,7 @@ def _has_whole_blocks(geometry: Geometry, rule: Rule, softcap: float | None, dev
 class _Cut:
     """How the work is cut and launched (triton_decode.py): `rows` of an entry, `entries` in all, `groups` of a sequence.
 
-    Of at most `splits` of packed pages `slots` run at once.
+    Of at most `splits` of packed pages `slots` run at once, in up to `turns` turns.
     """
 
     rows: int
@@ -230,17 +233,18 @@ class _Cut:
     raw_parts: int
     splits: int
     slots: int
+    turns: int
     fixed_share: int
 
 
 def _cut(
     queries: Queries, rule: Rule, packed: PageSet | None, raw: PageSet | None, R: int, slots: int
 ) -> _Cut:  # fmt: skip
-    """`slots`: splits of packed pages that run at once."""
+    """`slots`: splits of packed pages that run at once; `turns` times as many there may be."""
     rows = 8 if queries.longest * R <= 8 else 16
     groups = -(-queries.longest * R // rows)
     entries = len(queries.position) * groups
-    raw_parts = splits = 1
+    raw_parts = splits = turns = 1
     if raw is not None:
         crossing = 0 if queries.longest == 1 else 1  # the rows of an entry are of at most 16 tokens
         raw_parts = max(1, min(rule.sink_pages + rule.window_pages + 1 + crossing, raw.table.shape[1]))
@@ -248,8 +252,9 @@ def _cut(
     if packed is not None:
         heads = packed.layout.geometry.heads
         most = -(-packed.table.shape[1] // _FIXED_SHARE) * entries * heads
-        splits = max(1, most) if fixed_share else max(slots, entries * heads)
-    return _Cut(rows, entries, groups, raw_parts, splits, slots, fixed_share)
+        turns = 1 if fixed_share or 2 * entries * heads <= slots or entries > _MOST_ENTRIES else _TURNS
+        splits = max(1, most) if fixed_share else max(slots * turns, entries * heads)
+    return _Cut(rows, entries, groups, raw_parts, splits, slots, turns, fixed_share)
 
 
 # Numbers of partial results that a program of the merge can hold.

@@ -6,8 +6,10 @@ from the device, so a CUDA graph may be replayed as they grow.
     attend_raw     a program for each raw page (sink, recent window, the query's own page) of each pair
     attend_packed  a program for each split: a run of packed pages of one pair, read by one warp (triton_walk.py)
 
-The plan cuts each entry's packed pages into equal splits of at most `share` pages: the smallest share for which all splits run at once; more pairs
-than run at once are not cut. With a fixed share the sums are added in the same order whatever else is in the batch.
+The plan cuts each entry's packed pages into equal splits of at most `share` pages: the smallest share for which all splits run at once, or, where
+there are so many pairs that this leaves much of the machine idle, the one that should end soonest. Programs that do not run at once do not wait for
+turns either: one begins where one ends, so that only the end is ragged. With a fixed share the sums are added in the same order whatever else is in
+the batch.
 
 The launches overlap (programmatic dependent launch): packed pages need nothing of raw ones, so `attend_packed` waits for `attend_raw` only when
 its own work is done, and the merge, which waits for it, then knows that both are.
@@ -23,6 +25,9 @@ from kvarto.kernels.triton_tiles import launch_next, product, wait_for_previous
 from kvarto.kernels.triton_walk import HIDDEN, LOG2E, store, walk
 
 _CANDIDATES = tl.constexpr(8)
+# What beginning and ending a split costs, in pages, and how much of a split the ragged end takes: as measured (docs/LOG.md).
+_SPLIT_PAGES = tl.constexpr(3.0)
+_RAGGED = tl.constexpr(0.25)
 
 
 @triton.jit
@@ -53,24 +58,39 @@ def _quotient(number, divisor):
 
 
 @triton.jit
+def _time(splits, most, slots):
+    """Of so many splits of at most `most` pages, in pages."""
+    waves = splits.to(tl.float32) / slots
+    return tl.where(waves <= 1, 1.0, waves + _RAGGED) * (most + _SPLIT_PAGES)
+
+
+@triton.jit
 def plan_of(
     start, position, entries, groups, slots, fixed_share, HEADS: constexpr, N: constexpr, R: constexpr,
-    S: constexpr, SINK: constexpr, WINDOW: constexpr, SLIDING: constexpr, ENTRIES: constexpr,
+    S: constexpr, SINK: constexpr, WINDOW: constexpr, SLIDING: constexpr, ENTRIES: constexpr, TURNS: constexpr,
 ):  # fmt: skip
-    """(splits of one head of each entry; splits of all heads up to and with each entry), int32 [ENTRIES]."""
+    """(splits of one head of each entry; splits of all heads up to and with each entry), int32 [ENTRIES]. TURNS: times slots, most splits."""
     entry = tl.arange(0, ENTRIES)
     count, t_low, t_high = rows_of(start, position, entry, entry < entries, groups, N, R)
     _, pages = packed_pages_of(count, t_low, t_high, S, SINK, WINDOW, SLIDING)
     pages = tl.where(entry < entries, pages, 0)
     share = fixed_share
     if fixed_share == 0:
-        # From the even share upwards: rounding up costs each pair a split at most.
-        step = tl.arange(0, _CANDIDATES)
-        even = tl.maximum(tl.cdiv(tl.sum(pages, axis=0) * HEADS, slots), 1)
+        # For each number of turns, from the even share upwards: rounding up costs each pair a split at most.
+        candidate = tl.arange(0, _CANDIDATES * TURNS)
+        step, turns = candidate % _CANDIDATES, candidate // _CANDIDATES + 1
+        even = tl.maximum(tl.cdiv(tl.sum(pages, axis=0) * HEADS, slots * turns), 1)
         shares = even + (even * step * step + 31) // 32
         needed = tl.sum(_quotient(pages[:, None], shares[None, :]), axis=0) * HEADS
         longest = tl.maximum(tl.max(pages, axis=0), 1)
-        share = tl.min(tl.where(needed <= slots, shares, longest), axis=0)
+        if TURNS == 1:
+            share = tl.min(tl.where(needed <= slots, shares, longest), axis=0)
+        else:
+            most = tl.cdiv(longest, tl.cdiv(longest, shares))  # pages of a split of the longest entry
+            time = tl.where(needed <= slots * TURNS, _time(needed, most, slots), float("inf"))
+            whole = _time(tl.sum((pages > 0).to(tl.int32), axis=0) * HEADS, longest, slots)
+            soonest = tl.minimum(tl.min(time, axis=0), whole)
+            share = tl.min(tl.where(time == soonest, shares, longest), axis=0)
     splits = _quotient(pages, share)
     return splits, tl.cumsum(splits, axis=0) * HEADS
 
@@ -160,7 +180,7 @@ def attend_packed(
     entries, groups, slots, fixed_share, scale, softcap,
     K: constexpr, V: constexpr, PAGE_NBYTES: constexpr, K_NBYTES: constexpr, PAIR_NBYTES: constexpr, BFLOAT16: constexpr,
     HEADS: constexpr, R: constexpr, S: constexpr, DK: constexpr, DV: constexpr, N: constexpr,
-    SINK: constexpr, WINDOW: constexpr, SLIDING: constexpr, SOFTCAP: constexpr, ENTRIES: constexpr, AHEAD: constexpr,
+    SINK: constexpr, WINDOW: constexpr, SLIDING: constexpr, SOFTCAP: constexpr, ENTRIES: constexpr, TURNS: constexpr, AHEAD: constexpr,
 ):  # fmt: skip
     """Grid (at least the splits of the plan,), heads of a split next to each other; one warp. Arguments as in `attend_raw`.
 
@@ -193,6 +213,7 @@ def attend_packed(
             WINDOW,
             SLIDING,
             ENTRIES,
+            TURNS,
         )
         entry = tl.arange(0, ENTRIES)
         if tl.program_id(0) == 0:

@@ -97,7 +97,7 @@ def _compile(name: str) -> Any:
     constants = {
         "K": chosen.k.tile(layout.k), "V": chosen.v.tile(layout.v), "PAGE_NBYTES": layout.nbytes,
         "K_NBYTES": layout.k.nbytes, "PAIR_NBYTES": layout.pair_nbytes, "BFLOAT16": True, "HEADS": 8, "R": 4, "S": 64,
-        "DK": 128, "DV": 128, "N": 8, "SINK": 1, "WINDOW": 0, "SLIDING": 0, "SOFTCAP": False, "ENTRIES": 64,
+        "DK": 128, "DV": 128, "N": 8, "SINK": 1, "WINDOW": 0, "SLIDING": 0, "SOFTCAP": False, "ENTRIES": 64, "TURNS": 1,
         "AHEAD": name.endswith("+"),
     }  # fmt: skip
     types = dict.fromkeys(("start", "position", "table", "plan"), "*i32")

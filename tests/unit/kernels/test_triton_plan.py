@@ -16,27 +16,27 @@ import triton.language as tl
 from kvarto.kernels.triton_decode import plan_of, splits_of_one
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SLOTS, HEADS, S = 1584, 8, 64
+SLOTS, HEADS, S, TURNS = 1584, 8, 64, 4
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _plan(start, position, out, entries, share, slots: tl.constexpr, ENTRIES: tl.constexpr):  # type: ignore[no-untyped-def]
+def _plan(start, position, out, entries, share, slots: tl.constexpr, ENTRIES: tl.constexpr, TURNS: tl.constexpr):  # type: ignore[no-untyped-def]
     if ENTRIES == 1:
         tl.store(out, splits_of_one(start, position, 1, slots, share, 8, 8, 4, 64, 1, 0, 0))
     else:
-        splits, _ = plan_of(start, position, entries, 1, slots, share, 8, 8, 4, 64, 1, 0, 0, ENTRIES)
+        splits, _ = plan_of(start, position, entries, 1, slots, share, 8, 8, 4, 64, 1, 0, 0, ENTRIES, TURNS)
         entry = tl.arange(0, ENTRIES)
         tl.store(out + entry, splits, mask=entry < entries)
 
 
-def splits(pages: Sequence[int], fixed_share: int = 0) -> list[int]:
+def splits(pages: Sequence[int], turns: int = 1, fixed_share: int = 0) -> list[int]:
     """Splits of one head of sequences with so many packed pages, behind a sink page and before an open one."""
     count = len(pages)
     start = torch.arange(count + 1, dtype=torch.int32, device=DEVICE)
     position = torch.tensor([S * (n + 1) + 5 for n in pages], dtype=torch.int32, device=DEVICE)
     out = torch.empty(count, dtype=torch.int32, device=DEVICE)
     entries = 1 if count == 1 else max(64, 1 << (count - 1).bit_length())
-    _plan[(1,)](start, position, out, count, fixed_share, SLOTS, ENTRIES=entries)
+    _plan[(1,)](start, position, out, count, fixed_share, SLOTS, ENTRIES=entries, TURNS=turns)
     return [int(n) for n in out]
 
 
@@ -60,9 +60,16 @@ def test_a_batch_fills_it_once(pages: list[int]) -> None:
     assert max(-(-p // max(n, 1)) for n, p in zip(found, pages, strict=True)) <= max(4 * even / 3, even + 1)
 
 
-def test_more_pairs_than_programs_are_not_cut() -> None:
-    assert splits([30] * 256) == [1] * 256
-    assert splits([5, 300, 0, 31] * 64) == [1, 1, 0, 1] * 64
+def test_pairs_that_do_not_fill_the_machine_evenly_are_cut_where_that_was_faster() -> None:
+    assert splits([126] * 128, TURNS) == [3] * 128  # 1,024 pairs would leave a third of the machine idle
+    assert splits([62] * 100, TURNS) == [3] * 100
+    assert splits([126] * 198, TURNS) == [1] * 198  # they fill it
+    assert splits([126] * 200, TURNS) == [3] * 200  # they would leave 16 for the end
+    assert splits([30] * 256, TURNS) == [1] * 256
+    assert splits([14] * 512, TURNS) == [1] * 512
+    ragged = splits([5, 300, 0, 31] * 64, TURNS)
+    assert sum(ragged) * HEADS <= TURNS * SLOTS
+    assert ragged[1] > ragged[3] > 0 == ragged[2]
 
 
 def test_a_fixed_share_looks_at_nothing_else() -> None:
