@@ -6,12 +6,14 @@ Nothing here computes for long on the event loop: bodies are read, templates ren
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
+from anyio.to_thread import current_default_thread_limiter
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -32,6 +34,7 @@ from kvarto.serve.shapes import Json, Shape
 _MOST_BODY_BYTES = 64 * 2**20
 _SHOWN_CHARACTERS = 1000
 _RETRY_AFTER_SECONDS = 1
+_THREADS = 4
 _CLIENT_GONE = 499  # nginx's; nobody is there to read it
 _log = logging.getLogger("kvarto.serve")
 T = TypeVar("T")
@@ -82,7 +85,14 @@ def make_app(engine: Engine, config: Config | None = None) -> Starlette:
     handlers = {
         KvartoError: _on_error, HTTPException: _on_http_error, ClientDisconnect: _on_gone, Exception: _on_fault,
     }  # fmt: skip
-    return Starlette(routes=routes, exception_handlers=handlers)
+    return Starlette(routes=routes, exception_handlers=handlers, lifespan=_with_few_threads)
+
+
+@contextlib.asynccontextmanager
+async def _with_few_threads(_: Starlette) -> AsyncIterator[None]:
+    """Of the pool's 40 threads each would keep memory of its own for what it once did, and no more than a few could work at once anyway."""
+    current_default_thread_limiter().total_tokens = _THREADS
+    yield
 
 
 def _caller(service: Service, request: Request) -> Caller:

@@ -128,6 +128,8 @@ class _EngineCollector(Collector):
         yield GaugeMetricFamily("kvarto_num_requests_waiting", "Requests that wait", self._engine.waiting)
         yield CounterMetricFamily("kvarto_preemptions", "Requests sent back to wait", scheduler.preemptions)
         yield CounterMetricFamily("kvarto_steps", "Steps of the engine", self._core.steps)
+        replays = self._core.graphs.replays
+        yield CounterMetricFamily("kvarto_replayed_steps", "Those that were replayed as CUDA graphs", replays)
         if self._core.offload is not None:
             yield from _tiers(self._core.offload.tiers)
         if self._core.probe is not None:
