@@ -21,7 +21,7 @@ from typing import Any
 from replay import Answer, Ask, Send, replay
 
 LLAMA_TYPES = {"f16": 16.0, "q8_0": 8.5, "q4_0": 4.5}  # bits per number
-LLAMA_SLOTS = 8
+LLAMA_MOST_SLOTS = 8
 _PAGE_TOKENS = 64
 
 
@@ -80,13 +80,15 @@ def dequantize(source: Path, target: Path) -> None:
     writer.close()
 
 
-def serve_llama(gguf: str, kind: str, tokens: int, threads: int) -> None:
-    """llama.cpp's server with `tokens` of context for all slots together, until standard input ends."""
+def serve_llama(gguf: str, kind: str, tokens: int, slots: int, threads: int) -> None:
+    """llama.cpp's server with `tokens` of context for all slots together, until standard input ends. It does not queue what finds no room, but
+    fails: so there must not be more slots than the longest requests have room in.
+    """
     import xllamacpp
 
     params = xllamacpp.CommonParams()
     params.model.path = gguf
-    params.n_ctx, params.n_parallel, params.kv_unified = tokens, LLAMA_SLOTS, True
+    params.n_ctx, params.n_parallel, params.kv_unified = tokens, slots, True
     params.cache_type_k = params.cache_type_v = getattr(xllamacpp.ggml_type, f"GGML_TYPE_{kind.upper()}")
     params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_ENABLED
     params.cache_ram_mib = 0  # a second cache in host memory, 8 GiB by default: memory that nobody else gets
@@ -175,8 +177,8 @@ def _handed_over(manager: Any, cached: dict[str, int]) -> Send:
 
 def main(arguments: Sequence[str]) -> None:
     if arguments[0] == "llama.cpp":
-        gguf, kind, tokens, threads = arguments[1:]
-        serve_llama(gguf, kind, int(tokens), int(threads))
+        gguf, kind, tokens, slots, threads = arguments[1:]
+        serve_llama(gguf, kind, int(tokens), int(slots), int(threads))
     else:
         answers, cpu_seconds = serve_transformers(json.load(sys.stdin))
         json.dump({"answers": [asdict(answer) for answer in answers], "cpu_seconds": cpu_seconds}, sys.stdout)

@@ -5,7 +5,7 @@ long    a document of thousands of tokens is computed once; then questions about
 
 Every arm is a server process of its own that begins with an empty cache and is driven over HTTP (transformers: see peers_serve.py); all compute in
 float32 with the same weights and number of threads, and generate exactly as many tokens as the trace says. Arms run in turn within a repeat.
-llama.cpp gets as many tokens of context as the memory holds in its cache type; transformers, whose cache has the model's dtype, float32, as many
+llama.cpp gets as many tokens of context as the memory holds in its cache type, and as many slots as requests have room in; transformers, whose cache has the model's dtype, float32, as many
 as fit in bf16: twice the bytes. TTFT counts from when a request is due. Where other processes share the cores, seconds say little:
 `server_cpu_seconds` is what the server's process computed, and with one thread (`--threads 1`) it is what the replay would take alone.
 """
@@ -35,7 +35,7 @@ from rich.table import Table
 import traces
 from kvarto.errors import KvartoError
 from measure import Neighbours, machine
-from peers_serve import LLAMA_TYPES, gguf_of, missing
+from peers_serve import LLAMA_MOST_SLOTS, LLAMA_TYPES, gguf_of, missing
 from replay import Answer, Ask, counters, healthy, replay_http, summary, typical
 
 BASELINE = Path(__file__).parent / "baselines" / "serve.json"
@@ -146,7 +146,10 @@ def run_kvarto(kv: str, job: Job) -> dict[str, Any]:
 
 def run_llama(kind: str, job: Job) -> dict[str, Any]:
     tokens = job.tokens(LLAMA_TYPES[kind])
-    command = [sys.executable, str(PEERS), "llama.cpp", str(gguf_of(job.model)), kind, str(tokens), str(job.threads)]
+    longest = max(len(ask.prompt) + ask.output_tokens for ask in job.asks)
+    slots = max(1, min(LLAMA_MOST_SLOTS, tokens // longest))
+    numbers = map(str, (tokens, slots, job.threads))
+    command = [sys.executable, str(PEERS), "llama.cpp", str(gguf_of(job.model)), kind, *numbers]
     with serving(command, job.threads) as server:
         return drive(server, job) | {"fits_tokens": tokens}
 
