@@ -5,9 +5,10 @@ long    a document of thousands of tokens is computed once; then questions about
 
 Every arm is a server process of its own that begins with an empty cache and is driven over HTTP (transformers: see peers_serve.py); all compute in
 float32 with the same weights and number of threads, and generate exactly as many tokens as the trace says. Arms run in turn within a repeat.
-llama.cpp gets as many tokens of context as the memory holds in its cache type, and as many slots as requests have room in; transformers, whose cache
-has the model's dtype, float32, as many as fit in bf16: twice the bytes. TTFT counts from when a request is due. Where other processes share the cores, seconds say little:
-`server_cpu_seconds` is what the server's process computed, and with one thread (`--threads 1`) it is what the replay would take alone.
+llama.cpp gets as many tokens of context as the memory holds in its cache type, and as many slots as requests have room in; transformers, whose
+cache has the model's dtype, float32, as many as fit in bf16: twice the bytes. TTFT counts from when a request is due. Where other processes share the
+cores, seconds say little: `server_cpu_seconds` is what the server's process computed, and with one thread (`--threads 1`) it is what the replay would
+take alone.
 """
 
 from __future__ import annotations

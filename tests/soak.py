@@ -41,7 +41,9 @@ CLOSE = {"fp32": 2e-4, "int4": 3e-2}
 MOST_SAMPLED_APART = 0.01
 MOST_GROWTH_BYTES = 1_000_000  # for each 1,000 requests, after the first fifth
 WARM_UP_SHARE = 0.2
-MOST_THREADS = 50  # forty of the pool, the engine's, the loop's, the disk tier's, and a few of libraries
+MOST_THREADS = (
+    20  # eight of the pool, one for scrapes, the engine's, the loop's, the disk tier's, and a few of libraries
+)
 TENANTS = (None, None, "a", "b")
 WRONG: tuple[tuple[dict[str, Any], str], ...] = (
     ({"temperature": -1}, "temperature"),

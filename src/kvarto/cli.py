@@ -309,7 +309,7 @@ def serve(
     max_waiting: Annotated[int, typer.Option(min=1, help="More requests than that are refused with 429.")] = 1024,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: all.")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:0 ...")] = "cpu",
-    drain_seconds: Annotated[float, typer.Option(min=0, help="How long SIGTERM lets requests finish.")] = 60.0,
+    drain_seconds: Annotated[float, typer.Option(min=0, max=1e6, help="How long SIGTERM lets requests finish.")] = 60.0,
     probe_share: Annotated[
         float,
         typer.Option(

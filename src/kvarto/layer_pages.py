@@ -79,7 +79,10 @@ class LayerPages:
     def seal(
         self, raw_pages: Tensor, views: tuple[Tensor, Tensor], raw_ids: Tensor, sealed_pages: Tensor, sealed_ids: Tensor
     ) -> None:  # fmt: skip
-        """Encode full raw pages raw_ids, int32 [n] on the device, from raw values, into sealed ones; those with a negative sealed id are skipped."""
+        """Encode full raw pages raw_ids, int32 [n] on the device, from raw values, into sealed ones.
+
+        Those with a negative sealed id are skipped, on the CPU and where `replayable`.
+        """
         if self._sealer is not None:
             if isinstance(self.saturated, int):
                 self.saturated = torch.full((1,), self.saturated, dtype=torch.int64, device=self.device)
@@ -88,7 +91,9 @@ class LayerPages:
         raw_k, raw_v = views
         elements = _SEAL_ELEMENTS_CPU if self.device.type == "cpu" else _SEAL_ELEMENTS
         at_once = max(1, elements // (self.spec.geometry.elements_per_token * self.rule.page_tokens))
-        raw_ids, sealed_ids = (ids[sealed_ids >= 0].long() for ids in (raw_ids, sealed_ids))
+        if self.device.type == "cpu":  # elsewhere one would wait for the answer, and nobody asks for it (`replayable`)
+            raw_ids, sealed_ids = (ids[sealed_ids >= 0] for ids in (raw_ids, sealed_ids))
+        raw_ids, sealed_ids = raw_ids.long(), sealed_ids.long()
         for i in range(0, len(raw_ids), at_once):
             ids, targets = raw_ids[i : i + at_once], sealed_ids[i : i + at_once]
             k = raw_k.transpose(1, 2)[ids].float()

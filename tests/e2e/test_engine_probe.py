@@ -373,27 +373,37 @@ SHARP = Probing(1.0, 0.1)
 def test_a_bad_format_is_routed_and_a_good_one_is_not() -> None:
     engine = core("int2+sink0", "int8", "bf16", probe=SHARP)
     probe = probe_of(engine)
-    drive(engine, [request(policy=i % 2) for i in range(2 * module.FEWEST_REQUESTS - 2)])
+    drive(engine, [request(policy=i % 2) for i in range(2 * module.FEWEST_PROMPTS - 2)])
     assert probe.routed == set()
     drive(engine, [request(policy=i % 2) for i in range(12)])
     assert probe.routed == {(0, 0)}
     assert mean(probe.tallies[0, 0]) > 1
     assert mean(probe.tallies[1, 0]) < 0.05
-    assert (probe.routes(0, 500), probe.routes(0, 5000), probe.routes(1, 500)) == (True, False, False)
+    assert (probe.routes(0, 500, 10), probe.routes(0, 5000, 10), probe.routes(1, 500, 10)) == (True, False, False)
+    probe.routed = {(0, 1)}
+    assert (probe.routes(0, 500, 10), probe.routes(0, 500, 1000)) == (False, True)  # the second one's text gets there
+
+
+def test_the_same_prompt_again_is_no_evidence() -> None:
+    engine = core("int2+sink0", "bf16", probe=SHARP)
+    same = request()
+    drive(engine, [Request(str(i), same.tokens[: same.prompt_tokens], MOST) for i in range(2 * module.FEWEST_PROMPTS)])
+    assert probe_of(engine).routed == set()
+    assert len(probe_of(engine).tallies[0, 0].recent) == 1
 
 
 def test_one_outlier_does_not_route() -> None:
     tally = Tally()
     for number in range(20):
-        tally.add([module.Score(0, 50.0 if number == 7 else 0.01, True)])
+        tally.add(bytes([number]), [module.Score(0, 50.0 if number == 7 else 0.01, True)])
     assert tally.kl_nats / tally.positions > 2
     assert tally.lower_bound_nats < 0.1
 
 
 def test_old_positions_are_forgotten() -> None:
     tally = Tally()
-    for kl in [5.0] * 100 + [0.5] * 100:
-        tally.add([module.Score(i, kl, True) for i in range(32)])
+    for number, kl in enumerate([5.0] * 100 + [0.5] * 100):
+        tally.add(bytes([number]), [module.Score(i, kl, True) for i in range(32)])
     assert len(tally.recent) == module.WINDOW_POSITIONS // 32
     assert tally.lower_bound_nats == pytest.approx(0.5)
     assert tally.positions == 6400

@@ -96,6 +96,7 @@ class EngineCore:
 
     def __init__(self, model: Any, policies: Sequence[Policy], options: Options) -> None:
         self.forward, self.device = Forward(model), model.device
+        self.enter_thread()
         self.policies = options.probe.held(policies)
         compute, step_tokens = Compute(model.dtype, model.device, options.kernel), options.step_tokens
         self._step_tokens = step_tokens
@@ -124,6 +125,11 @@ class EngineCore:
         self.eos_tokens = _eos_tokens(model)
         self.steps = self._empty_steps = 0
         self.on_step: list[StepListener] = []
+
+    def enter_thread(self) -> None:
+        """The calling thread will step. Streams, graphs and Triton's launches go to a thread's own current device."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
 
     @property
     def live_tokens(self) -> tuple[int, int]:
@@ -199,23 +205,23 @@ class EngineCore:
             plan = self.memory.plan(works, shape=self.graphs.shape_of(works))
             result = self._run(plan)
             broken = _broken(plan, result)
+            # Before anything lets go of its holding, which says what is scored and whether a work samples.
+            rows, sampled = self._score(plan.works, broken, result.logits)
+            # A slice where nobody is left out: a list of rows would have to be sent.
+            logits = result.logits[: len(rows)] if rows == [*range(len(rows))] else result.logits[rows]
+            if self.probe is not None:
+                self.probe.watch(sampled, logits)
+            choices = choose(logits, sampled) if sampled else []
         except (RuntimeError, KvartoError) as error:
             _log.exception("a step of %d requests failed", len(works))
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)  # a device that is lost fails again here, and ends the engine
             return [self._fail(work.request, f"{type(error).__name__}: {error}") for work in works]
-        # Before anything lets go of its holding, which says what is scored and whether a work samples.
-        rows, sampled = self._score(plan.works, broken, result.logits)
         for work in plan.works:
             if work not in broken:
                 work.request.holding.commit(work.request.tokens)
         self.memory.count_sealed(plan)
         outputs = [self._fail(work.request, _NOT_FINITE) for work in broken]
-        # A slice where nobody is left out: a list of rows would have to be sent.
-        logits = result.logits[: len(rows)] if rows == [*range(len(rows))] else result.logits[rows]
-        if self.probe is not None:
-            self.probe.watch(sampled, logits)
-        choices = choose(logits, sampled) if sampled else []
         return outputs + [
             self._fail(request, choice.error) if choice.error else self._accept(request, choice)
             for request, choice in zip(sampled, choices, strict=True)

@@ -144,7 +144,7 @@ class Engine:
     memory    bytes for keys and values, such as "8GiB"
     tiers     where pages go that leave the memory (`open_tiers`); the engine closes them
     most_waiting   more requests than that are refused with Overloaded
-    options   of `core.Options`: step_tokens, most_running, kernel, probe
+    options   of `core.Options`: step_tokens, most_running, kernel, probe, graphs
 
     `formats` are those offered, the first one that of requests that name none; `held`: these, and bf16 if the probe alone needs it.
 
@@ -311,7 +311,7 @@ class Engine:
     def route(self, policy: int, prompt_tokens: int, max_tokens: int) -> int:
         """The format for a request that named none and would get `policy`: bf16 if the probe found that too bad here, and it fits."""
         probe = self.core.probe
-        if probe is None or not probe.routes(policy, prompt_tokens):
+        if probe is None or not probe.routes(policy, prompt_tokens, max_tokens):
             return policy
         return probe.baseline if prompt_tokens + max_tokens <= self.offers[probe.baseline].most_tokens else policy
 
@@ -353,6 +353,7 @@ class Engine:
 
     def _run(self) -> None:
         try:
+            self.core.enter_thread()
             self._loop()
         except Exception as error:  # a fault of ours: whoever waits must hear of it
             _log.exception("the engine stopped")

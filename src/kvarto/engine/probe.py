@@ -19,10 +19,10 @@ What goes first   It begins only when its pages fit beside what is held, stands 
 Results are told apart by format and context: how many tokens the position has seen, in buckets of CONTEXTS.
 
 *Routing.* With a threshold, a (format, context) is routed once the lower 99 % bound of its mean KL is above it; the bound is that of the last
-WINDOW_POSITIONS positions with the request as the unit (`stats.clustered_mean`), since positions of one text are alike, and needs FEWEST_REQUESTS
-requests. KL is skewed to the right, so the t bound is low rather than high: noise does not route. Who names no format is served in bf16 then, if
-the prompt falls into that context and it fits. It stays so until the engine is made anew: routed traffic is not probed any more, so nothing could
-tell that all is well again.
+WINDOW_POSITIONS positions with the prompt as the unit (`stats.clustered_mean`), since positions of one text are alike, and needs FEWEST_PROMPTS
+different ones. KL is skewed to the right, so the t bound is low rather than high: noise does not route. Who names no format is served in bf16 then,
+if some place of the text may fall into that context and it fits. It stays so until the engine is made anew: routed traffic is not probed any more, so
+nothing could tell that all is well again. All requests count and all are routed, whoever sends them: tenants share the format, and its fate.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ CONTEXT_NAMES = ("1k", "4k", "16k", "64k", "more")
 """Positions that have seen at most so many tokens; the last: more than that."""
 KL_BOUNDS_NATS = tuple(10 ** (i / 2) for i in range(-12, 3))
 WINDOW_POSITIONS = 1024
-FEWEST_REQUESTS = 8
+FEWEST_PROMPTS = 8
 OUTCOMES = ("done", "skipped", "failed")
 _LEVEL = 0.98  # two-sided, so 99 % on the one side that counts
 _log = logging.getLogger(__name__)
@@ -106,36 +106,37 @@ class Probing:
 class Tally:
     """Of one format in one context: positions with a KL up to each bound and beyond the last, their sum, and how many agreed on the likeliest token.
 
-    recent   (positions, sum of KL) of the last requests, WINDOW_POSITIONS or a little more
+    recent   positions and sum of KL of the last prompts, WINDOW_POSITIONS or a little more. A prompt that comes again is one observation, not another
     """
 
     counts: list[int] = field(default_factory=lambda: [0] * (len(KL_BOUNDS_NATS) + 1))
     kl_nats: float = 0.0
     agreed: int = 0
-    recent: deque[tuple[int, float]] = field(default_factory=deque)
+    recent: dict[bytes, tuple[int, float]] = field(default_factory=dict)
 
     @property
     def positions(self) -> int:
         """All of them, ever."""
         return sum(self.counts)
 
-    def add(self, scores: Sequence[Score]) -> None:
-        """What one request brought here."""
+    def add(self, prompt: bytes, scores: Sequence[Score]) -> None:
+        """What one request brought here, of a prompt with this digest."""
         for score in scores:
             self.counts[bisect.bisect_left(KL_BOUNDS_NATS, score.kl_nats)] += 1
             self.agreed += score.agrees
         total = sum(score.kl_nats for score in scores)
         self.kl_nats += total
-        self.recent.append((len(scores), total))
-        while sum(count for count, _ in self.recent) - self.recent[0][0] >= WINDOW_POSITIONS:
-            self.recent.popleft()
+        count, before = self.recent.pop(prompt, (0, 0.0))
+        self.recent[prompt] = count + len(scores), before + total
+        while sum(count for count, _ in self.recent.values()) - next(iter(self.recent.values()))[0] >= WINDOW_POSITIONS:
+            del self.recent[next(iter(self.recent))]
 
     @property
     def lower_bound_nats(self) -> float:
-        """Of the mean KL of recent positions, at 99 %; -inf as long as too few requests were probed."""
-        if len(self.recent) < FEWEST_REQUESTS:
+        """Of the mean KL of recent positions, at 99 %; -inf as long as too few prompts were probed."""
+        if len(self.recent) < FEWEST_PROMPTS:
             return -math.inf
-        counts, totals = zip(*self.recent, strict=True)
+        counts, totals = zip(*self.recent.values(), strict=True)
         return stats.clustered_mean(totals, counts, _LEVEL).low
 
 
@@ -169,10 +170,13 @@ class Trace:
 
 @dataclass(frozen=True)
 class _Job:
-    """A request that is over, to be read again: `request` is the one that reads, of tokens up to the last place; `policy` the one probed."""
+    """A request that is over, to be read again: `request` is the one that reads, of tokens up to the last place; `policy` the one probed; `prompt` a
+    digest.
+    """
 
     request: Request
     policy: int
+    prompt: bytes
     trace: Trace
     scores: list[Score] = field(default_factory=list)
 
@@ -214,9 +218,10 @@ class Probe:
         """Nothing waits to be read again."""
         return not self._queue and self._running is None
 
-    def routes(self, policy: int, prompt_tokens: int) -> bool:
-        """Requests under this policy with such a prompt are better served in bf16."""
-        return (policy, context_of(prompt_tokens)) in self.routed
+    def routes(self, policy: int, prompt_tokens: int, max_tokens: int) -> bool:
+        """Requests under this policy, with a prompt and a text of at most so many tokens, are better served in bf16, as some of its places are."""
+        contexts = range(context_of(prompt_tokens), context_of(prompt_tokens + max_tokens) + 1)
+        return any((policy, context) in self.routed for context in contexts)
 
     # ---- what it is told -------------------------------------------------------------------------------------------
 
@@ -244,7 +249,8 @@ class Probe:
             return
         tokens = request.tokens[: trace.places[-1] + 1]
         reader = Request(f"probe of {request.id}", tokens, Sampling(max_tokens=1), self.baseline, request.identity)
-        self._queue.append(_Job(reader, request.policy, trace))
+        prompt = hashlib.blake2b(repr(request.tokens[: request.prompt_tokens]).encode(), digest_size=16).digest()
+        self._queue.append(_Job(reader, request.policy, prompt, trace))
 
     def give_way(self) -> bool:
         """Somebody needs memory: let go of all. False if there is none to be had from here."""
@@ -338,7 +344,7 @@ class Probe:
         for context in sorted(set(contexts)):
             key = job.policy, context
             tally = self.tallies.setdefault(key, Tally())
-            tally.add([score for score, own in zip(job.scores, contexts, strict=True) if own == context])
+            tally.add(job.prompt, [score for score, own in zip(job.scores, contexts, strict=True) if own == context])
             if self.threshold_nats is not None and key not in self.routed:
                 self._judge(key, tally)
 

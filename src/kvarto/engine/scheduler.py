@@ -108,10 +108,11 @@ class Scheduler:
 
     def _let_in(self, works: dict[Request, Work]) -> None:
         while self.waiting and len(self.running) < self._most_running:
-            request = self.waiting[0]
-            left = self._left(works, request)
-            if left == 0 or self._refused == (request, self._released()):
+            # The first one, but for those that are scored while the step scores as much as it may already.
+            request = next((request for request in self.waiting if self._left(works, request) > 0), None)
+            if request is None or self._refused == (request, self._released()):
                 return
+            left = self._left(works, request)
             request.holding = self._begin(request)
             found = _find(request)
             count = min(request.missing, left)
@@ -124,7 +125,8 @@ class Scheduler:
             self.found_tokens[request.policy] += found
             if not request.preemptions and not request.scores:
                 self.queried_tokens[request.policy] += request.prompt_tokens
-            self.running.append(self.waiting.pop(0))
+            self.waiting.remove(request)
+            self.running.append(request)
             works[request] = Work(request, count)
 
     def _reserve(self, request: Request, count: int) -> bool:

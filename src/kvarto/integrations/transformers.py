@@ -323,7 +323,8 @@ class Cache(cache_utils.Cache):  # type: ignore[misc]
             (sequences, tokens), dtype=torch.bool, device=self.kv.layers[0].sealed.pages.device
         )
         for layer in self.layers:
-            layer.is_initialized, layer.columns = True, tokens
+            if isinstance(layer, _Layer):
+                layer.is_initialized, layer.columns = True, tokens
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take the last -tokens_to_remove columns back, 0 for none. Raises Unsupported if that reaches further than one page boundary."""

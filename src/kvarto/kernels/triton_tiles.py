@@ -169,7 +169,7 @@ def unpack_exact(words, ROWS: constexpr, W: constexpr, BITS: constexpr):
 
 @triton.jit
 def _fields(words, W: constexpr, BITS: constexpr, EXACT: constexpr):
-    """All fields of the bytes of words, joined as `_ordered` takes them; EXACT: as whole numbers."""
+    """All fields of the bytes of words, joined as `ordered` takes them; EXACT: as whole numbers."""
     tile = tl.join(_bytes(words, 0, W, BITS, EXACT), _bytes(words, 1, W, BITS, EXACT))
     if BITS <= 2:
         tile = tl.join(tile, tl.join(_bytes(words, 2, W, BITS, EXACT), _bytes(words, 3, W, BITS, EXACT)))

@@ -13,7 +13,8 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
-from anyio.to_thread import current_default_thread_limiter
+from anyio import CapacityLimiter
+from anyio.to_thread import current_default_thread_limiter, run_sync
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -34,7 +35,7 @@ from kvarto.serve.shapes import Json, Shape
 _MOST_BODY_BYTES = 64 * 2**20
 _SHOWN_CHARACTERS = 1000
 _RETRY_AFTER_SECONDS = 1
-_THREADS = 4
+_THREADS = 8
 _CLIENT_GONE = 499  # nginx's; nobody is there to read it
 _log = logging.getLogger("kvarto.serve")
 T = TypeVar("T")
@@ -47,6 +48,7 @@ class BodyTooLarge(KvartoError):
 def make_app(engine: Engine, config: Config | None = None) -> Starlette:
     """The ASGI application. It does not close the engine."""
     service = Service(engine, config)
+    scrapes = CapacityLimiter(1)  # a scrape may wait for the GPU, and needs no key: it must not keep requests waiting
 
     async def completions(request: Request) -> Response:
         return await _generate(service, request, service.completion)
@@ -71,7 +73,8 @@ def make_app(engine: Engine, config: Config | None = None) -> Starlette:
         return JSONResponse({"status": "ok"})
 
     async def metrics(_: Request) -> Response:
-        return Response(await run_in_threadpool(service.metrics.text), headers={"content-type": CONTENT_TYPE})
+        text = await run_sync(service.metrics.text, limiter=scrapes)
+        return Response(text, headers={"content-type": CONTENT_TYPE})
 
     routes = [
         Route("/v1/completions", completions, methods=["POST"]),

@@ -122,6 +122,9 @@ def describe(engine: Engine) -> list[str]:
         lines.append(
             f"  probe: {100 * core.probe.share:.3g} % of the requests in other formats are read again in {BASELINE}"
         )
+    if core.device.type == "cuda":
+        why_not = core.graphs.why_not
+        lines.append("  decode steps: " + (f"no CUDA graphs, {why_not}" if why_not else "replayed as CUDA graphs"))
     return lines
 
 
@@ -167,8 +170,10 @@ class DrainingServer(uvicorn.Server):
     def _close(self, drain: bool) -> None:
         left = self._engine.running + self._engine.waiting
         _log.info("%s; requests left: %d", "closing" if drain else "closing at once", left)
-        self._engine.close(drain=drain, timeout_seconds=self._drain_seconds)
-        self.should_exit = True
+        try:
+            self._engine.close(drain=drain, timeout_seconds=self._drain_seconds)
+        finally:
+            self.should_exit = True
 
 
 def _bind(host: str, port: int) -> socket.socket:

@@ -63,17 +63,22 @@ class Options(Table):
     max_waiting: Count | None = None
     threads: Count | None = None
     device: str | None = None
-    drain_seconds: float | None = Field(default=None, ge=0)
+    drain_seconds: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     probe_share: float | None = None
     probe_threshold: float | None = None
 
 
+# The digest of an empty key, which `sha256sum` gives where a variable was not set.
+_NO_KEY = hashlib.sha256(b"").hexdigest()
+_SHOWN = ("serve", "rules", "unknown_keys")
+
+
 def _digest(key: str) -> str:
     """Of a key as it is, or the digest that stands for one."""
-    if match := _DIGEST.fullmatch(key):
+    if (match := _DIGEST.fullmatch(key)) and match[1].lower() != _NO_KEY:
         return match[1].lower()
     if not key or key.startswith("sha256:"):
-        raise ValueError("a key, or sha256: and the 64 hexadecimal digits of its digest")
+        raise ValueError("a key, or sha256: and the 64 hexadecimal digits of its digest (that of an empty key is none)")
     return hashlib.sha256(key.encode()).hexdigest()
 
 
@@ -155,7 +160,7 @@ class Config(Table):
         sent = authorization or ""
         key = sent[len(_BEARER) :].strip() if sent.lower().startswith(_BEARER) else ""
         digest = hashlib.sha256(key.encode("latin-1", "replace")).hexdigest()  # headers come as latin-1
-        tenant = next((name for name, tenant in self.tenants.items() if digest in tenant.keys), None)
+        tenant = next((name for name, tenant in self.tenants.items() if key and digest in tenant.keys), None)
         if tenant is None and self.needs_keys:
             raise UnknownKey(
                 f"authorization: expected Bearer and a key of this server, got {'another key' if key else 'none'}"
@@ -211,10 +216,10 @@ def check_formats(path: Path, config: Config, offered: Sequence[str], canonical:
 
 
 def _explain(path: Path, error: ValidationError) -> UsageError:
-    """The first thing that is wrong. In tenants' tables values are secret."""
+    """The first thing that is wrong. Values are shown only of what can hold no key, and a tenant's table may stand under another name."""
     first = error.errors(include_url=False)[0]
     key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
     expected, got, remedy = expectation(first)
-    if first["loc"][:1] == ("tenants",) and first["type"] != "missing":
+    if first["loc"][0] not in _SHOWN and first["type"] != "missing":
         got = f"a value of type {type(first['input']).__name__}"
     return UsageError(f"{path}: {key}", expected, got, remedy)

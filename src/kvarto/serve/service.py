@@ -21,6 +21,7 @@ from kvarto.serve.shapes import ChatShape, CompletionShape, Json, Names, Prompt,
 from kvarto.serve.structured import GrammarGuide, Structure
 from kvarto.serve.tokens import Tokens
 
+_MOST_SCORES = 1 << 18
 FORMAT_HEADER = "X-KV-Format"
 
 
@@ -67,11 +68,12 @@ class Service:
         wanted.check_stream()
         offered = self._offered(wanted, caller)
         self._check_number("prompt", len(wanted.prompt) * wanted.n)
-        names, asks, shapes = self._names(wanted), list[list[Ask]](), list[Shape]()
+        names, asks, shapes, scores = self._names(wanted), list[list[Ask]](), list[Shape](), 0
         prompts = [self._prompt_tokens(prompt, offered) for prompt in wanted.prompt]
         offered = self._routed(offered, wanted, caller, max(map(len, prompts), default=0), wanted.max_tokens)
         for prompt, tokens in zip(wanted.prompt, prompts, strict=True):
             max_tokens = _fitting(offered, len(tokens), wanted, (wanted.max_tokens, "prompt", "max_tokens"))
+            scores += wanted.n * len(tokens)
             asks.append(
                 [
                     self._ask(tokens, sampling, offered, wanted, caller)
@@ -85,6 +87,7 @@ class Service:
                 scores=wanted.prompt_logprobs,
             )
             shapes += [CompletionShape(len(shapes) + i, names, shown) for i in range(wanted.n)]
+        _check_scores("logprobs" if wanted.prompt_logprobs is None else "prompt_logprobs", wanted.scored, scores)
         return Plan(
             asks=asks,
             shapes=shapes,
@@ -106,6 +109,7 @@ class Service:
         tokens = self.tokens.of_chat(text)
         offered = self._routed(offered, wanted, caller, len(tokens), wanted.limit)
         max_tokens = _fitting(offered, len(tokens), wanted, (wanted.limit, "messages", wanted.limit_field))
+        _check_scores("prompt_logprobs", wanted.prompt_logprobs, wanted.n * len(tokens))
         guide = self._guide(wanted)
         asks = [
             replace(self._ask(tokens, sampling, offered, wanted, caller), guide=None if guide is None else guide.copy())
@@ -242,6 +246,15 @@ class Service:
         field = "response_format" if answer is not None and not tools else "tools"
         return self._structure.guide(
             field, answer=answer, tools=required or tools, required=bool(required), several=several
+        )
+
+
+def _check_scores(field: str, top: int | None, tokens: int) -> None:
+    """Raises UsageError for log probabilities of prompts that would take gigabytes: those of `tokens` places, `top` likeliest tokens each."""
+    if top is not None and tokens * (top + 1) > _MOST_SCORES:
+        got = f"{top} for {tokens} tokens of prompts and choices"
+        raise UsageError(
+            field, f"at most {_MOST_SCORES} log probabilities of prompts in an answer", got, "ask for less"
         )
 
 

@@ -37,7 +37,8 @@ class Tokens:
         # Vocabularies of bytes may lack some that texts rarely have; those have no token.
         self._dropped = bytes(byte for byte, symbol in enumerate(_symbols()) if symbol not in vocabulary)
         # Of a token, in characters or bytes; 0: there are some for texts of any length.
-        self._longest = max(map(len, vocabulary)) if self._reads_all() else 0
+        sizes = [*map(len, vocabulary), *(len(each.content.encode()) for _, each in added)]
+        self._longest = max(sizes) if self._reads_all() else 0
 
     def of(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Control tokens included."""

@@ -138,6 +138,10 @@ def test_every_option_of_the_command_can_stand_in_the_file() -> None:
         ("[tenants.a]\nkeys = ['sha256:sk-1']", "tenants.a.keys[0]", "expected a key, or sha256:"),
         ("[tenants.a]\nkey = 'sk-1'\nkeys = ['sk-2']", "tenants.a.key", "got a value of type str; leave it out"),
         ("tenants = 'sk-1'", "tenants", "got a value of type str"),
+        (f"[tenants.a]\nkeys = ['sha256:{hashlib.sha256(b'').hexdigest()}']", "tenants.a.keys[0]", "that of an empty key is none"),
+        ("[tenant.a]\nkeys = ['sk-1']", "tenant", "got a value of type dict; leave it out"),
+        ("keys = ['sk-1']", "keys", "got a value of type list; leave it out"),
+        ("[serve]\ndrain_seconds = inf", "serve.drain_seconds", "expected a finite number"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_named_and_no_key_is_shown(tmp_path: Path, text: str, name: str, said: str) -> None:
