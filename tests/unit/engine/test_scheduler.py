@@ -142,3 +142,13 @@ def test_cached_tokens_are_counted_once_and_never_after_preemption(found_first: 
     engine.scheduler.preempt(request)
     engine.finish()
     assert request.cached_tokens == (16 if found_first else 0)
+
+
+def test_prompts_that_are_scored_do_not_keep_others_waiting() -> None:
+    engine = Engine(step_tokens=16)
+    engine.scheduler._most_scored = 3
+    scored = Sampling(max_tokens=1, prompt_logprobs=0)
+    for name in "ab":
+        engine.scheduler.add(Request(name, [ord(name)] * 12, scored))
+    engine.add("plain", 5)
+    assert engine.step() == {"a": 3, "plain": 5}
