@@ -129,7 +129,7 @@ def test_within_a_page_nothing_is_asked_or_sent(monkeypatch: pytest.MonkeyPatch)
     def refuse(*_: Any) -> None:
         raise AssertionError("sent")
 
-    for module in ("layer", "layer_pages", "cache.tables"):
+    for module in ("layer", "cache.tables"):
         monkeypatch.setattr(f"kvarto.{module}.send", refuse)
     with Operations() as seen:
         step(kv, *(x[:, :, 130:131] for x in (q, k, v)))
