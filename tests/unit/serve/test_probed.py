@@ -16,10 +16,10 @@ pytest.importorskip("httpx")
 
 import httpx
 import torch
-from bytes_tokenizer import PLAIN, tokenizer
 from prometheus_client.parser import text_string_to_metric_families
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
+from bytes_tokenizer import PLAIN, tokenizer
 from kvarto.engine.engine import Engine
 from kvarto.engine.probe import Probing
 from kvarto.models.load import LoadedModel
