@@ -93,11 +93,12 @@ def serving(command: Sequence[str], threads: int) -> Iterator[Server]:
         try:
             deadline = time.monotonic() + START_SECONDS
             while True:
+                over = process.poll() is not None  # before its words are read, so that none is missed
                 log.seek(0)
                 said = log.read()
                 if found := re.search(r"listening on (http://[\w.:]+)", said):
                     break
-                if process.poll() is not None or time.monotonic() > deadline:
+                if over or time.monotonic() > deadline:
                     raise RuntimeError("did not start: " + " ".join(said.split())[-300:])
                 time.sleep(0.1)
             asyncio.run(healthy(found[1], deadline - time.monotonic()))
