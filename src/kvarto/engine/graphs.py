@@ -1,7 +1,7 @@
-"""Decode steps on a GPU without the host's part: the launches of a step, a thousand and more, recorded once as a CUDA graph and replayed.
+"""Decode steps on a GPU without the host's part: all launches of a step, recorded once as a CUDA graph and replayed.
 
 A graph is of a `Shape`: rows rounded up to one of a few numbers, page tables to a power of two. It is recorded on a step of padding alone when such
-a step comes for the first time, which takes a second or two; then a step sends its plan, in one piece, and replays. What cannot be recorded runs as
+a step comes for the first time; then a step sends its plan, in one piece, and replays. What cannot be recorded runs as
 before: prefill, steps of several policies at once, pages that Triton does not read and seal, and shapes whose recording has failed, once.
 """
 
