@@ -42,7 +42,7 @@ test-models: $(READY)  ## tests on the larger real models, which are fetched (0.
 	$(BIN)/kvarto models fetch qwen2.5-coder-0.5b-instruct
 	OMP_NUM_THREADS=2 $(BIN)/pytest -m models
 
-soak: $(READY)  ## 10,000 short requests against a server whose memory is always full (15 minutes)
+soak: $(READY)  ## 10,000 short requests against a server whose memory is always full (8 minutes)
 	$(BIN)/python tests/soak.py
 
 check: $(READY)  ## format, lint, types, import rules
