@@ -77,13 +77,19 @@ def inlined(function: F) -> F:
 
 
 if available("numba"):
-    from kvarto.unpack import load_fp8s, load_numbers, scale_numbers
+    from kvarto.unpack import load_fp8s, load_low, load_numbers, scale_numbers
 
 
 @inlined
 def load_floats(slab, start, dtype, out):  # type: ignore[no-untyped-def]
-    """For compiled readers: `out.size` numbers of `dtype` ("float16", "bfloat16", "float32") at byte `start` of slab, into float32 out [n]."""
+    """For compiled readers: `out.size` numbers of `dtype` (those of `kvarto.tile.Term` but "low") at byte `start` of slab, into float32 out [n]."""
     load_numbers(slab, start, dtype, out)
+
+
+@inlined
+def load_low_zeros(slab, start, highest, scales, out):  # type: ignore[no-untyped-def]
+    """For compiled readers: zeros ("low") of float16 `scales` at byte `start`, codes being 0 .. `highest`, into float32 out [n]."""
+    load_low(slab, start, -0.5 * highest - 2.0, scales, out)
 
 
 @inlined

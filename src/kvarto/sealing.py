@@ -19,7 +19,7 @@ FLOAT16_MAX = 65504.0
 SMALLEST_STEP = 2.0**-24
 """float16's smallest number: no scale is below it."""
 ROUNDS = 3
-"""How often `Refine` fits the scale by least squares and rounds again; one more rounding, with a fit that keeps the variance, comes last."""
+"""How often `Refine` fits the scale by least squares and rounds again, before a fit that keeps the variance."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,8 @@ class Rotation:
 @dataclass(frozen=True)
 class Refine:
     """Codes of the bits of the tile's planes together; a plane that stands for some columns gives only those its bits.
+
+    Terms are of columns: a "short" scale and a float16 zero, or a float16 scale with a "low" zero (kvarto/tile.py).
 
     rotation   of the channels, before; numbers are drawn into +-rotation_limit first
     """

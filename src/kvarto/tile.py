@@ -17,6 +17,8 @@ from kvarto.layout import SlabLayout
 
 Kind = Literal["uint", "e4m3", "e5m2", "bfloat16", "float16", "float32"]
 BITS = {"e4m3": 8, "e5m2": 8, "bfloat16": 16, "float16": 16, "float32": 32}
+LOW_ZEROS, LOW_ZERO_STEPS, LOW_ZERO_LIMIT = 16, 4, 6
+"""A zero in a scale's low bits (`Term.dtype` "low"): how many there are, into how many parts they divide a step of the codes, how far they go."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +43,14 @@ class Plane:
 class Term:
     """A scale or a zero, `dtype` numbers at byte `offset` of the slab.
 
+    dtype    "short": a byte, the upper one of a float16 without its sign; "low": a zero in the low four bits of the scale, a float16,
+             scale * ((low - 8) / 4 - highest code / 2)                                  (codecs/affine.py: short_scale, joined)
     per      what has a number of its own: a row, a column, or the whole slab
     groups   for columns: as many arrays, one after another, each for `group_rows` consecutive rows of the tile
     """
 
     offset: int
-    dtype: Literal["float16", "bfloat16", "float32"]
+    dtype: Literal["float16", "bfloat16", "float32", "short", "low"]
     per: Literal["row", "column", "slab"]
     groups: int = 1
     group_rows: int = 0

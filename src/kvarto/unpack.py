@@ -1,13 +1,14 @@
 """What compiled tile readers are made of (kvarto/simd.py): codes and stored floats to float32. Arrays are numba's; byte offsets count from the slab.
 
 - `unpack_codes`    codes of 8, 4, 3 or 2 bits (10 times faster than a loop in numba)
-- `add_two_bits`    two more bits for some columns
-- `load_numbers`, `load_fp8s`, `scale_numbers`    stored floats, and scaling by them
+- `add_bits`        one or two more bits for some columns
+- `load_numbers`, `load_low`, `load_fp8s`, `scale_numbers`    stored floats, and scaling by them
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 from llvmlite import ir
@@ -16,6 +17,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from kvarto.simd import Emitter, f32, i8, i16, i32, integer, lowered
+from kvarto.tile import LOW_ZERO_STEPS, LOW_ZEROS
 
 _CODE_PLANES = {8: (8,), 4: (4,), 3: (2, 1), 2: (2,)}
 
@@ -77,39 +79,79 @@ def unpack_codes(_context: Any, slab: Any, low: Any, high: Any, bits: Any, tile:
     return types.void(slab, types.int64, types.int64, bits, tile), _UNPACK[bits.literal_value]
 
 
-def _add_two_bits(e: Emitter) -> None:
-    b, slab, tile = e.builder, e.array(0).data, e.array(3)
-    rows, columns = cgutils.unpack_tuple(b, tile.shape)
-    run = e.arguments[6]
-    with e.loop(integer(0), rows, 1) as (row, _):
+_WORD_NBYTES = 4
 
-        def step(j: Any, lanes: int) -> None:
-            integers, floats = ir.VectorType(i32, lanes), ir.VectorType(f32, lanes)
-            byte = b.zext(e.load(slab, e.index(e.arguments[1], (row, run), j), lanes, i8), integers)
-            weight = b.insert_element(ir.Constant(floats, ir.Undefined), e.arguments[2], ir.Constant(i32, 0))
+
+def _add_bits(bits: int, row_nbytes: int) -> Callable[[Emitter], None]:
+    """Field f of byte j is the code of column j + f * row_nbytes, counted over both runs of columns."""
+    fields = 8 // bits
+
+    def emit(e: Emitter) -> None:
+        b, slab, tile = e.builder, e.array(0).data, e.array(4)
+        rows, columns = cgutils.unpack_tuple(b, tile.shape)
+        firsts = e.arguments[5], e.index(e.arguments[5], b.udiv(columns, integer(2)))
+
+        def add(codes: Any, lanes: int, place: Any) -> None:
+            """Weight times the codes, i32 [lanes] with other bits above them, onto the tile from `place` on."""
+            integers, floats = codes.type, ir.VectorType(f32, lanes)
+            weight = b.insert_element(ir.Constant(floats, ir.Undefined), e.arguments[3], ir.Constant(i32, 0))
+            codes = b.and_(codes, ir.Constant(integers, [(1 << bits) - 1] * lanes))
+            old = b.load(b.bitcast(b.gep(tile.data, [place]), floats.as_pointer()), align=4)
             weights = e.shuffle(weight, weight, [0] * lanes)
-            for part in range(4):
-                code = b.and_(
-                    b.lshr(byte, ir.Constant(integers, [2 * part] * lanes)), ir.Constant(integers, [3] * lanes)
-                )
-                place = e.index((row, columns), e.arguments[4 + part // 2], (run, integer(part % 2)), j)
-                old = b.load(b.bitcast(b.gep(tile.data, [place]), floats.as_pointer()), align=4)
-                e.store(e.fma(b.sitofp(code, floats), weights, old), tile.data, place, lanes)
+            e.store(e.fma(b.sitofp(codes, floats), weights, old), tile.data, place, lanes)
 
-        e.any_runs(run, step)
+        def row_of_words(row: Any) -> None:
+            """A row is so short that each run of columns is one vector: the whole row, shifted by another number of bits in each lane."""
+            word = ir.Constant(i32, 0)
+            for j in range(row_nbytes):
+                byte = b.load(b.gep(slab, [e.index(e.arguments[1], (row, integer(row_nbytes)), integer(j))]))
+                word = b.or_(word, b.shl(b.zext(byte, i32), ir.Constant(i32, 8 * j)))
+            lanes = fields // 2 * row_nbytes
+            integers = ir.VectorType(i32, lanes)
+            words = b.insert_element(ir.Constant(integers, ir.Undefined), word, ir.Constant(i32, 0))
+            words = e.shuffle(words, words, [0] * lanes)
+            for half in range(2):
+                held = range(half * lanes, (half + 1) * lanes)
+                shifts = [8 * (i % row_nbytes) + bits * (i // row_nbytes) for i in held]
+                place = e.index((row, columns), firsts[half])
+                add(b.lshr(words, ir.Constant(integers, shifts)), lanes, place)
+
+        def row_of_bytes(row: Any) -> None:
+            def step(j: Any, lanes: int) -> None:
+                integers = ir.VectorType(i32, lanes)
+                byte = e.load(slab, e.index(e.arguments[1], (row, integer(row_nbytes)), j), lanes, i8)
+                for field in range(fields):
+                    shift = ir.Constant(integers, [bits * field] * lanes)
+                    run = integer(field % (fields // 2) * row_nbytes)
+                    place = e.index((row, columns), firsts[field // (fields // 2)], run, j)
+                    add(b.lshr(b.zext(byte, integers), shift), lanes, place)
+
+            e.any_runs(integer(row_nbytes), step)
+
+        with e.loop(integer(0), rows, 1) as (row, _):
+            (row_of_words if bits == 1 and row_nbytes <= _WORD_NBYTES else row_of_bytes)(row)
+
+    return emit
+
+
+@cache
+def _added(bits: int, row_nbytes: int) -> Any:
+    return lowered(_add_bits(bits, row_nbytes))
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def add_two_bits(
-    _context: Any, slab: Any, start: Any, weight: Any, tile: Any, first: Any, second: Any, run: Any
+def add_bits(
+    _context: Any, slab: Any, start: Any, bits: Any, weight: Any, tile: Any, first: Any, row_nbytes: Any
 ) -> Any:
-    """Onto some columns of tile [rows, columns]: `weight` times codes of two bits, packed as in docs/page-format.md from byte `start` of slab.
+    """Onto some columns of tile float32 [rows, columns]: `weight` times codes of `bits` bits (a constant; 1 or 2) from byte `start` of slab on.
 
-    The columns are `first` and the 2 * run after it, then `second` and the 2 * run after it.
+    They are packed as in docs/page-format.md, `row_nbytes` (a constant) bytes a row; half of them stand for the columns from `first` on, the
+    other half for those half a row of the tile further.
     """
-    return types.void(slab, types.int64, types.float32, tile, types.int64, types.int64, types.int64), lowered(
-        _add_two_bits
-    )
+    if not isinstance(bits, types.IntegerLiteral) or not isinstance(row_nbytes, types.IntegerLiteral):
+        return None
+    emit = _added(bits.literal_value, row_nbytes.literal_value)
+    return types.void(slab, types.int64, bits, types.float32, tile, types.int64, row_nbytes), emit
 
 
 # ---- stored floats -------------------------------------------------------------------------------------------------
@@ -121,6 +163,9 @@ def _wide(e: Emitter, dtype: str, at: Any, lanes: int) -> Any:
     floats = ir.VectorType(f32, lanes)
     if dtype == "float32":
         return b.bitcast(e.load(slab, at, 4 * lanes, i8), floats)
+    if dtype == "short":
+        upper = b.zext(e.load(slab, at, lanes, i8), ir.VectorType(i16, lanes))
+        return e.widen_half(b.shl(upper, ir.Constant(upper.type, [7] * lanes)))
     bits = b.bitcast(e.load(slab, at, 2 * lanes, i8), ir.VectorType(i16, lanes))
     if dtype == "float16":
         return e.widen_half(bits)
@@ -129,7 +174,7 @@ def _wide(e: Emitter, dtype: str, at: Any, lanes: int) -> Any:
 
 
 def _load(dtype: str) -> Callable[[Emitter], None]:
-    size = 4 if dtype == "float32" else 2
+    size = {"float32": 4, "short": 1}.get(dtype, 2)
 
     def emit(e: Emitter) -> None:
         out = e.array(3)
@@ -142,7 +187,7 @@ def _load(dtype: str) -> Callable[[Emitter], None]:
     return emit
 
 
-_LOAD = {dtype: lowered(_load(dtype)) for dtype in ("float16", "bfloat16", "float32")}
+_LOAD = {dtype: lowered(_load(dtype)) for dtype in ("float16", "bfloat16", "float32", "short")}
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -151,6 +196,29 @@ def load_numbers(_context: Any, slab: Any, start: Any, dtype: Any, out: Any) -> 
     if not isinstance(dtype, types.StringLiteral):
         return None
     return types.void(slab, types.int64, dtype, out), _LOAD[dtype.literal_value]
+
+
+def _load_low(e: Emitter) -> None:
+    b, slab, scales, out = e.builder, e.array(0).data, e.array(3), e.array(4)
+
+    def step(i: Any, lanes: int) -> None:
+        integers, floats = ir.VectorType(i32, lanes), ir.VectorType(f32, lanes)
+        place = e.index(e.arguments[1], (i, integer(2)))
+        bits = b.bitcast(e.load(slab, place, 2 * lanes, i8), ir.VectorType(i16, lanes))
+        low = b.and_(b.zext(bits, integers), ir.Constant(integers, [LOW_ZEROS - 1] * lanes))
+        part = ir.Constant(floats, [1 / LOW_ZERO_STEPS] * lanes)
+        middle = b.insert_element(ir.Constant(floats, ir.Undefined), e.arguments[2], ir.Constant(i32, 0))
+        steps = e.fma(b.sitofp(low, floats), part, e.shuffle(middle, middle, [0] * lanes))
+        scale = b.load(b.bitcast(b.gep(scales.data, [i]), floats.as_pointer()), align=4)
+        e.store(b.fmul(scale, steps), out.data, i, lanes)
+
+    e.any_runs(e.length(out), step)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def load_low(_context: Any, slab: Any, start: Any, middle: Any, scales: Any, out: Any) -> Any:
+    """Zeros in the low bits of float16 scales at byte `start` of slab: out = scales * (low / 4 + middle), float32 [n]; see kvarto/tile.py."""
+    return types.void(slab, types.int64, types.float32, scales, out), lowered(_load_low)
 
 
 def _load_fp8(e5m2: bool) -> Callable[[Emitter], None]:

@@ -36,6 +36,9 @@ def read(slab: np.ndarray, tile: Tile, shape: tuple[int, int]) -> np.ndarray:
         assert at == codes.shape[1], "the runs are not all columns of a row"
     scale = 1.0 if tile.scale is None else read_term(slab, tile.scale, shape)
     zero = 0.0 if tile.zero is None else read_term(slab, tile.zero, shape)
+    if tile.zero is not None and tile.zero.dtype == "low":
+        highest = sum((1 << plane.bits) - 1 << plane.shift for plane in tile.planes)
+        zero = scale * ((zero - 8) / 4 - highest / 2)
     return total * scale + zero
 
 
@@ -58,9 +61,9 @@ def read_codes(slab: np.ndarray, plane: Plane, rows: int) -> np.ndarray:
 def read_term(slab: np.ndarray, term: Term, shape: tuple[int, int]) -> np.ndarray:
     """float64, broadcast to [rows, columns]."""
     rows, columns = shape
-    assert term.offset % ITEM_BYTES[term.dtype] == 0
+    assert term.offset % term_nbytes(term) == 0
     count = {"row": rows, "column": term.groups * columns, "slab": 1}[term.per]
-    values = numbers(slab[term.offset :][: count * ITEM_BYTES[term.dtype]], term.dtype)
+    values = numbers(slab[term.offset :][: count * term_nbytes(term)], term.dtype)
     assert len(values) == count
     if term.per == "row":
         return values[:, None]
@@ -73,8 +76,17 @@ def read_term(slab: np.ndarray, term: Term, shape: tuple[int, int]) -> np.ndarra
     return groups[np.arange(rows) // term.group_rows]
 
 
+def term_nbytes(term: Term) -> int:
+    """Bytes of one number."""
+    return {"short": 1, "low": 2}.get(term.dtype) or ITEM_BYTES[term.dtype]
+
+
 def numbers(raw: np.ndarray, kind: str) -> np.ndarray:
-    """Bytes as floats of a kind, float64."""
+    """Bytes as floats of a kind, float64; of "low" the bits."""
+    if kind == "short":
+        return (raw.astype(np.uint16) << 7).view(np.float16).astype(np.float64)
+    if kind == "low":
+        return (np.ascontiguousarray(raw).view(np.uint16) & 15).astype(np.float64)
     return torch.from_numpy(np.ascontiguousarray(raw)).view(FLOATS[kind]).double().numpy()
 
 
@@ -123,12 +135,12 @@ def test_what_kernels_take_for_granted(name: str, side: Side) -> None:
     assert tile.planes[0].columns == ((0, columns),)
     if tile.zero is not None:
         assert tile.scale is not None
-        assert replace(tile.zero, offset=0) == replace(tile.scale, offset=0)
+        assert replace(tile.zero, offset=0, dtype="float16") == replace(tile.scale, offset=0, dtype="float16")
     spans = [(plane.offset, plane.offset + rows * plane.row_nbytes) for plane in tile.planes]
     for term in (tile.scale, tile.zero):
-        if term is not None:
+        if term is not None and term.dtype != "low":
             count = {"row": rows, "column": term.groups * columns, "slab": 1}[term.per]
-            spans.append((term.offset, term.offset + count * ITEM_BYTES[term.dtype]))
+            spans.append((term.offset, term.offset + count * term_nbytes(term)))
     spans.sort()
     assert all(end <= first for (_, end), (first, _) in pairwise(spans))
     assert spans[-1][1] <= layout.nbytes

@@ -1,16 +1,18 @@
 """int4, int3, int2: our workhorses. No calibration; only the raw values of the page itself are used.
 
-    K  x float32 [S, D]  ->  codes [S, D] of b bits, those of the slow quarter of channels of b + 2;  scale, zero float16 [D]
-    V  x float32 [S, D]  ->  y = H x  ->  codes [D, S] of b bits;  scale, zero float16 [S]
+    K  x float32 [S, D]  ->  codes [S, D] of b bits, those of slow channels of more;  scale of 8 bits, zero float16 [D]
+    V  x float32 [S, D]  ->  y = H x  ->  codes [D, S] of b bits;  scale float16 [S], the zero in its low bits
 
 Keys: a channel of a page is nearly constant where RoPE turns slowly (the bias of Qwen2 models, up to hundreds, sits there, arXiv 2502.01563), so
 each channel has a scale and a zero of its own, as in KIVI. The channels that turn slowest also carry most of a score's error, the same ones on every
-model that rotates halves; they get two more bits. They are the last D / 8 channels of each half (of a partly rotated head too, nearly).
+model that rotates halves; they get more bits: int4 one more for an eighth of the channels, int3 and int2 two more for a quarter. They are the
+last ones of each half (of a partly rotated head too, nearly).
 Values: what errors remain are averaged by the softmax, so a rotation (QuaRot) and one scale for each token suffice.
-Scale and zero are fitted by least squares between roundings (affine.refine) and keep the variance of their group, so that scores do not shrink.
+Scales are fitted by least squares between roundings (affine.refine) and keep the variance of their group, so that scores do not shrink.
 
-Bits: K b + 0.5 + 32 / S, V b + 32 / D; int4 at D = 128: 4.63. Measured against KIVI and others in docs/adr/0004-int4.md.
-Sources: KIVI, arXiv 2402.02750; QuaRot, arXiv 2404.00456; ADR 0004.
+Bits at S = 64: K b + 0.375 + 0.125 (int4) or 0.5 (int3, int2); V b + 16 / D. int4 at D = 128: 4.3125, of which 3.71 go into bf16's room.
+Measured against KIVI and others in docs/adr/0010-lean-int4.md.
+Sources: KIVI, arXiv 2402.02750; QuaRot, arXiv 2404.00456; ADR 0004, ADR 0010.
 """
 
 from __future__ import annotations
@@ -24,24 +26,26 @@ import numpy as np
 from kvarto.codecs import affine, hadamard
 from kvarto.codecs.base import Codec, Reader, assemble, beyond, extract, from_tile, to_tile
 from kvarto.codecs.packing import code_fields, code_planes, pack, pack_plane, unpack, unpack_plane, unpack_tile
-from kvarto.jit import available, load_floats, torch
+from kvarto.jit import available, load_floats, load_low_zeros, torch
 from kvarto.layout import FieldSpec, Side, SlabLayout
 from kvarto.sealing import FLOAT16_MAX, Refine, Rotation
 from kvarto.tile import Plane, Term, Tile
 
 if available("numba"):
-    from kvarto.unpack import add_two_bits
+    from kvarto.unpack import add_bits
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_EXTRA_BITS = 2
 _ROTATION_LIMIT = 1e30
 
 
 @dataclass(frozen=True)
 class PageInt(Codec):
-    """b-bit integers, fitted to the page."""
+    """b-bit integers, fitted to the page; `slow_bits` (1 or 2) more for one in `slow_share` channels of the keys."""
+
+    slow_bits: int = 2
+    slow_share: int = 4
 
     def refuses(self, side: Side, page_tokens: int, dim: int) -> str | None:
         """Values need a Hadamard matrix of the head dimension, keys a quarter of it in whole bytes."""
@@ -52,27 +56,28 @@ class PageInt(Codec):
         return None
 
     def fields(self, side: Side, page_tokens: int, dim: int) -> Sequence[FieldSpec]:
-        """Codes in tile order, the high bits of the slow channels, and the terms: of channels for K, of rows for V."""
+        """Codes in tile order, the high bits of the slow channels, and the terms: of channels for K, of tokens for V."""
         bits = int(self.bits)
         if side is Side.V:
-            return [
-                *code_fields(bits, dim, page_tokens),
-                ("scale", "float16", (page_tokens,)),
-                ("zero", "float16", (page_tokens,)),
-            ]
-        slow: FieldSpec = ("codes_slow", "uint8", (page_tokens, len(_slow_channels(dim)) * _EXTRA_BITS // 8))
-        return [*code_fields(bits, page_tokens, dim), slow, ("scale", "float16", (dim,)), ("zero", "float16", (dim,))]
+            return [*code_fields(bits, dim, page_tokens), ("scale", "float16", (page_tokens,))]
+        slow_nbytes = len(self.slow_channels(dim)) * self.slow_bits // 8
+        slow: FieldSpec = ("codes_slow", "uint8", (page_tokens, slow_nbytes))
+        return [*code_fields(bits, page_tokens, dim), slow, ("zero", "float16", (dim,)), ("scale", "uint8", (dim,))]
 
     def encode(self, x: Tensor, layout: SlabLayout) -> Tensor:
-        """Fit, round, pack."""
+        """Fit, round the terms, choose the codes, pack."""
         bits = int(self.bits)
         if layout.side is Side.V:
-            codes, scale, zero = affine.refine(_rotated(x), -1, x.new_full((), 1 << bits))
-            return assemble(
-                layout, **pack(to_tile(codes, Side.V), bits), scale=scale.squeeze(-1), zero=zero.squeeze(-1)
-            )
-        codes, scale, zero = affine.refine(x, -2, self._key_levels(layout.dim).to(x.device))
-        slow = pack_plane(codes[..., _slow_channels(layout.dim)] >> bits, _EXTRA_BITS)
+            levels = x.new_full((), 1 << bits)
+            fit = affine.refine(_rotated(x), -1, levels)
+            term = affine.joined(fit, 1 << bits)
+            codes = affine.nearest(fit.x, *affine.parted(term, 1 << bits), levels)
+            return assemble(layout, **pack(to_tile(codes, Side.V), bits), scale=term.squeeze(-1))
+        levels = self._key_levels(layout.dim).to(x.device)
+        fit = affine.refine(x, -2, levels)
+        scale, zero = affine.short_scale(fit)
+        codes = affine.nearest(fit.x, affine.long_scale(scale), zero.float(), levels)
+        slow = pack_plane(codes[..., self.slow_channels(layout.dim)] >> bits, self.slow_bits)
         low = pack(codes & ((1 << bits) - 1), bits)
         return assemble(layout, **low, codes_slow=slow, scale=scale.squeeze(-2), zero=zero.squeeze(-2))
 
@@ -81,12 +86,14 @@ class PageInt(Codec):
         bits, dim = int(self.bits), layout.dim
         names = [name for name, _, _ in code_fields(bits, *layout.tile_shape)]
         codes = unpack({name: extract(slabs, layout, name) for name in names}, bits)
-        scale, zero = extract(slabs, layout, "scale"), extract(slabs, layout, "zero")
+        scale = extract(slabs, layout, "scale")
         if layout.side is Side.V:
-            y = affine.dequantize(from_tile(codes, Side.V), scale.unsqueeze(-1), zero.unsqueeze(-1))
-            return hadamard.transform(y, inverse=True)
-        codes[..., _slow_channels(dim)] += unpack_plane(extract(slabs, layout, "codes_slow"), _EXTRA_BITS) << bits
-        return affine.dequantize(codes, scale.unsqueeze(-2), zero.unsqueeze(-2))
+            scale, zero = affine.parted(scale.unsqueeze(-1), 1 << bits)
+            return hadamard.transform(affine.dequantize(from_tile(codes, Side.V), scale, zero), inverse=True)
+        slow = unpack_plane(extract(slabs, layout, "codes_slow"), self.slow_bits)
+        codes[..., self.slow_channels(dim)] += slow << bits
+        zero = extract(slabs, layout, "zero")
+        return affine.dequantize(codes, affine.long_scale(scale).unsqueeze(-2), zero.unsqueeze(-2))
 
     def rotate(self, x: Tensor, side: Side) -> Tensor:
         """Values: multiply by the Hadamard matrix."""
@@ -105,16 +112,16 @@ class PageInt(Codec):
         return affine.out_of_range(_rotated(x)) if near else 0
 
     def tile(self, layout: SlabLayout) -> Tile:
-        """Codes and column terms: of channels for K, of tokens for V. The slow channels' two more bits are a plane of their own."""
-        bits = int(self.bits)
-        scale, zero = (Term(layout[name].offset, "float16", "column") for name in ("scale", "zero"))
+        """Codes and column terms: of channels for K, of tokens for V. The slow channels' further bits are a plane of their own."""
+        bits, scale = int(self.bits), layout["scale"].offset
         planes = code_planes(layout, bits)
-        if layout.side is Side.K:
-            channels, field = _slow_channels(layout.dim), layout["codes_slow"]
-            run = len(channels) // 2
-            runs = ((channels[0], run), (channels[run], run))
-            planes += (Plane(field.offset, field.shape[1], _EXTRA_BITS, runs, shift=bits),)
-        return Tile(planes, scale, zero)
+        if layout.side is Side.V:
+            return Tile(planes, Term(scale, "float16", "column"), Term(scale, "low", "column"))
+        channels, field = self.slow_channels(layout.dim), layout["codes_slow"]
+        run = len(channels) // 2
+        runs = ((channels[0], run), (channels[run], run))
+        planes += (Plane(field.offset, field.shape[1], self.slow_bits, runs, shift=bits),)
+        return Tile(planes, Term(scale, "short", "column"), Term(layout["zero"].offset, "float16", "column"))
 
     def sealing(self, layout: SlabLayout) -> Refine:
         """Fitted; values after rotation."""
@@ -124,26 +131,36 @@ class PageInt(Codec):
     def numba_reader(self, layout: SlabLayout) -> Reader:
         """Codes, and channel terms for K or row terms for V."""
         bits, low, high = int(self.bits), layout.fields[0].offset, layout.fields[1].offset
-        scale, zero, is_key = layout["scale"].offset, layout["zero"].offset, layout.side is Side.K
-        slow, channels = (layout["codes_slow"].offset, _slow_channels(layout.dim)) if is_key else (0, [0])
-        first, second, run = channels[0], channels[len(channels) // 2], len(channels) // 4
+        scale, highest = layout["scale"].offset, (1 << bits) - 1
+        if layout.side is Side.V:
 
-        def read(slab, tile, row_scale, row_zero, channel_scale, channel_zero):  # type: ignore[no-untyped-def]
-            unpack_tile(slab, low, high, bits, tile)
-            if is_key:
-                add_two_bits(slab, slow, np.float32(1 << bits), tile, first, second, run)
-                load_floats(slab, scale, "float16", channel_scale)
-                load_floats(slab, zero, "float16", channel_zero)
-            else:
+            def read_values(slab, tile, row_scale, row_zero, channel_scale, channel_zero):  # type: ignore[no-untyped-def]
+                unpack_tile(slab, low, high, bits, tile)
                 load_floats(slab, scale, "float16", row_scale)
-                load_floats(slab, zero, "float16", row_zero)
+                load_low_zeros(slab, scale, highest, row_scale, row_zero)
 
-        return read
+            return read_values
+        zero, slow, slow_bits = layout["zero"].offset, layout["codes_slow"].offset, self.slow_bits
+        first, slow_nbytes = self.slow_channels(layout.dim)[0], layout["codes_slow"].shape[1]
+
+        def read_keys(slab, tile, row_scale, row_zero, channel_scale, channel_zero):  # type: ignore[no-untyped-def]
+            unpack_tile(slab, low, high, bits, tile)
+            add_bits(slab, slow, slow_bits, np.float32(1 << bits), tile, first, slow_nbytes)
+            load_floats(slab, scale, "short", channel_scale)
+            load_floats(slab, zero, "float16", channel_zero)
+
+        return read_keys
+
+    def slow_channels(self, dim: int) -> list[int]:
+        """The channels that RoPE turns slowest, the end of each half: one in `slow_share`, in whole bytes of `slow_bits`, 8 at least."""
+        each = 4 // self.slow_bits * max(1, dim * self.slow_bits // (8 * self.slow_share))
+        half = dim // 2
+        return [*range(half - each, half), *range(dim - each, dim)]
 
     def _key_levels(self, dim: int) -> Tensor:
         """Number of codes of each key channel, float32 [D]."""
         levels = torch.full((dim,), float(1 << int(self.bits)))
-        levels[_slow_channels(dim)] = float(1 << (int(self.bits) + _EXTRA_BITS))
+        levels[self.slow_channels(dim)] = float(1 << (int(self.bits) + self.slow_bits))
         return levels
 
 
@@ -152,16 +169,10 @@ def _rotated(x: Tensor) -> Tensor:
     return hadamard.transform(x.clamp(-_ROTATION_LIMIT, _ROTATION_LIMIT))
 
 
-def _slow_channels(dim: int) -> list[int]:
-    """The quarter of channels that RoPE turns slowest: the end of each half, 4 (D // 16) of them in all."""
-    half, count = dim // 2, 2 * (dim // 16)
-    return [*range(half - count, half), *range(dim - count, dim)]
-
-
-_SOURCE = "KIVI, QuaRot, ADR 0004"
+_SOURCE = "KIVI, QuaRot, ADR 0004, ADR 0010"
 
 CODECS = (
-    PageInt("int4", 4, _SOURCE),
-    PageInt("int3", 3, _SOURCE, headline=False),
-    PageInt("int2", 2, _SOURCE),
+    PageInt("int4", 4, _SOURCE, version=2, slow_bits=1, slow_share=8),
+    PageInt("int3", 3, _SOURCE, version=2, headline=False),
+    PageInt("int2", 2, _SOURCE, version=2),
 )

@@ -10,7 +10,7 @@ import triton.language as tl
 from triton.language import constexpr
 
 from kvarto.kernels.triton_shared import lanes, read
-from kvarto.kernels.triton_spec import BFLOAT16
+from kvarto.kernels.triton_spec import BFLOAT16, SHORT
 from kvarto.kernels.triton_tiles import halves, ordered
 
 
@@ -31,7 +31,9 @@ def column_of(position, SEG: constexpr, NBYTES: constexpr, W: constexpr, BITS: c
     odd = (position >> 1) & 1
     lane = (position >> 2) & 3
     rest = position >> 4
-    if W == 2:
+    if W == 1:
+        column = tl.where(pair < NBYTES, (2 * lane + odd) * NBYTES + pair, 1 << 30)
+    elif W == 2:
         byte = 2 * lane + pair
         column = tl.where(byte < NBYTES, (odd + 2 * rest) * NBYTES + byte, 1 << 30)
     elif BITS == 16:
@@ -45,7 +47,9 @@ def column_of(position, SEG: constexpr, NBYTES: constexpr, W: constexpr, BITS: c
 @triton.jit
 def weight_of(position, W: constexpr, BITS: constexpr):
     """2^-(bits of the fields below) at each position, float32: undoes the factor of a code's field. For codes of less than 8 bits."""
-    if W == 2:
+    if W == 1:
+        field = (position >> 1) & 1
+    elif W == 2:
         field = ((position >> 1) & 1) + 2 * (position >> 4)
     else:
         field = (position >> 4) % (8 // BITS)
@@ -59,10 +63,12 @@ def load_columns(
 ):  # fmt: skip
     """A 16-bit float for each column of a row of codes, in its loading order: [N, columns], 0 at padding. See `to_codes`.
 
-    pointers  [N, 1] of 16-bit elements: number of channel 0; column c stands for channel FIRST + c, from COUNT on SECOND + c - COUNT
-    KIND      of the numbers: FLOAT16 or BFLOAT16; NBYTES, W and BITS are those of the codes
+    pointers  [N, 1] of the numbers: that of channel 0; column c stands for channel FIRST + c, from COUNT on SECOND + c - COUNT
+    KIND      of the numbers: FLOAT16, BFLOAT16, or SHORT (bytes, the upper ones of float16); NBYTES, W and BITS are those of the codes
     """
-    if W == 2:
+    if W == 1:
+        tile = _load_sixteen(pointers, N, NBYTES, KIND, FIRST, COUNT, SECOND)
+    elif W == 2:
         tile = _load_small(pointers, N, NBYTES, BITS, KIND, FIRST, COUNT, SECOND)
     elif (NBYTES % 4 != 0) | (FIRST != 0) | (SECOND != 0):
         at = tl.arange(0, W * 32 // BITS)
@@ -87,9 +93,17 @@ def load_columns(
 def _float(bits, KIND: constexpr):
     if KIND == BFLOAT16:
         number = bits.to(tl.bfloat16, bitcast=True)
+    elif KIND == SHORT:
+        number = ((bits.to(tl.int16) & 0xFF) << 7).to(tl.float16, bitcast=True)
     else:
         number = bits.to(tl.float16, bitcast=True)
     return number
+
+
+@triton.jit
+def _long(pairs):
+    """SHORT numbers in the two low bytes of int32, as halves of one."""
+    return ((pairs & 0xFF) | ((pairs & 0xFF00) << 8)) << 7
 
 
 @triton.jit
@@ -129,26 +143,51 @@ def _load_fields(words, F: constexpr, SEG: constexpr, NBYTES: constexpr, W: cons
 @triton.jit
 def _load_field(words, F: constexpr, SEG: constexpr, NBYTES: constexpr, W: constexpr, CHUNK: constexpr, KIND: constexpr, N: constexpr):  # fmt: skip
     """[N, 4 CHUNK, 2 halves(, 2 chunks)]: the channels of field F, in chunks of CHUNK words a lane."""
-    tile = halves(_load_chunk(words, F, SEG, NBYTES, W, CHUNK, 0, N), KIND)
+    tile = halves(_load_chunk(words, F, SEG, NBYTES, W, CHUNK, 0, N, KIND), KIND)
     if W == 16:
-        tile = tl.join(tile, halves(_load_chunk(words, F, SEG, NBYTES, W, CHUNK, 4, N), KIND))
+        tile = tl.join(tile, halves(_load_chunk(words, F, SEG, NBYTES, W, CHUNK, 4, N, KIND), KIND))
     return tile
 
 
 @triton.jit
-def _load_chunk(words, F: constexpr, SEG: constexpr, NBYTES: constexpr, W: constexpr, CHUNK: constexpr, SKIP: constexpr, N: constexpr):  # fmt: skip
-    """int32 [N, 4 CHUNK]: the words SKIP .. SKIP + CHUNK - 1 of each lane."""
-    START: constexpr = (F * NBYTES + SEG * 64) // 2 + SKIP
+def _load_chunk(
+    words, F: constexpr, SEG: constexpr, NBYTES: constexpr, W: constexpr, CHUNK: constexpr, SKIP: constexpr, N: constexpr,
+    KIND: constexpr,
+):  # fmt: skip
+    """int32 [N, 4 CHUNK]: the words SKIP .. SKIP + CHUNK - 1 of each lane, of two numbers each; SHORT ones are widened."""
+    EACH: constexpr = 4 if KIND == SHORT else 2
+    LOADED: constexpr = 2 * CHUNK // EACH
+    START: constexpr = (F * NBYTES + SEG * 64 + 2 * SKIP) // EACH
     if words.dtype.is_ptr():
-        at = tl.arange(0, 4 * CHUNK)[None, :]
-        word = at // CHUNK * (W // 2) + at % CHUNK
+        at = tl.arange(0, 4 * LOADED)[None, :]
+        word = at // LOADED * (W // EACH) + at % LOADED
         if NBYTES >= SEG * 64 + 4 * W:
             chunk = tl.load(words + START + word)
         else:
-            chunk = tl.load(words + START + word, mask=SEG * 64 + 2 * (word + SKIP) < NBYTES, other=0)
+            chunk = tl.load(words + START + word, mask=SEG * 64 + 2 * SKIP + EACH * word < NBYTES, other=0)
     else:
-        chunk = read(lanes(words, 0, 2 * W) + 4 * START, 1, 0, CHUNK)
+        chunk = read(lanes(words, 0, 4 * W // EACH) + 4 * START, 1, 0, LOADED)
+    if KIND == SHORT:
+        chunk = tl.join(_long(chunk), _long((chunk >> 16) & 0xFFFF)).reshape(N, 4 * CHUNK)
     return chunk
+
+
+@triton.jit
+def _load_sixteen(
+    pointers, N: constexpr, NBYTES: constexpr, KIND: constexpr, FIRST: constexpr, COUNT: constexpr, SECOND: constexpr
+):  # fmt: skip
+    """`load_columns` for W = 1: [N, 16]."""
+    if pointers.dtype.is_ptr():
+        column = column_of(tl.arange(0, 16), 0, NBYTES, 1, 1)[None, :]
+        channel = _channel_of(column, FIRST, COUNT, SECOND)
+        tile = _float(tl.load(pointers + channel, mask=column < (1 << 30), other=0), KIND)
+    else:  # a lane's four channels are neighbours
+        tl.static_assert(KIND == SHORT)
+        four = lanes(pointers, 0, 0) + _channel_of(4 * tl.arange(0, 4)[None, :], FIRST, COUNT, SECOND)
+        words = read(four, 1, 0, 1)
+        words = tl.join(_long(words), _long((words >> 16) & 0xFFFF))
+        tile = halves(words, KIND).reshape(N, 16)
+    return tile
 
 
 @triton.jit
@@ -181,10 +220,19 @@ def _small_one(pointers, F: constexpr, NBYTES: constexpr, KIND: constexpr, FIRST
     byte = 2 * tl.arange(0, 4)[None, :]
     if (NBYTES % 2 == 0) & (FIRST % 2 == 0) & (COUNT % 2 == 0) & (SECOND % 2 == 0):
         word = _channel_of(F * NBYTES + byte, FIRST, COUNT, SECOND) // 2
-        if pointers.dtype.is_ptr():
-            words = tl.load(pointers.to(tl.pointer_type(tl.int32)) + word, mask=byte < NBYTES, other=0)
+        if not pointers.dtype.is_ptr():
+            inside = byte < NBYTES  # a lane without a channel reads that of lane 0, and gets 0
+            word = tl.where(inside, word, _channel_of(tl.full((1, 1), F * NBYTES, tl.int32), FIRST, COUNT, SECOND) // 2)
+            if KIND == SHORT:
+                words = _long(read(lanes(pointers, 0, 0) + 2 * word, 1, 0, 0))
+            else:
+                words = read(lanes(pointers, 0, 0) + 4 * word, 1, 0, 1)
+            words = tl.where(inside, words, 0)
+        elif KIND == SHORT:
+            pairs = tl.load(pointers.to(tl.pointer_type(tl.int16)) + word, mask=byte < NBYTES, other=0)
+            words = _long(pairs.to(tl.int32))
         else:
-            words = read(lanes(pointers, 0, 0) + 4 * word, 1, 0, 1)
+            words = tl.load(pointers.to(tl.pointer_type(tl.int32)) + word, mask=byte < NBYTES, other=0)
         numbers = halves(words, KIND)
     else:
         low = _channel_of(F * NBYTES + byte, FIRST, COUNT, SECOND)

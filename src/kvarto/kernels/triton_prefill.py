@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from triton.language import constexpr
 
+from kvarto.kernels.triton_slab import low_zero
 from kvarto.kernels.triton_spec import (
     bits_of,
     columns_count,
@@ -180,7 +181,11 @@ def _more_bits(slab, row, column, inside, TILE: constexpr, I: constexpr):
 @triton.jit
 def _term(slab, row, column, inside, TILE: constexpr, ZERO: constexpr, ROWS: constexpr, COLUMNS: constexpr):
     """The scale, or the zero, of each number of a tile, float32."""
-    if term_dtype(TILE, ZERO) == "float16":
+    if term_dtype(TILE, ZERO) == "short":
+        stored: constexpr = tl.uint8
+    elif term_dtype(TILE, ZERO) == "low":
+        stored: constexpr = tl.int16
+    elif term_dtype(TILE, ZERO) == "float16":
         stored: constexpr = tl.float16
     elif term_dtype(TILE, ZERO) == "bfloat16":
         stored: constexpr = tl.bfloat16
@@ -195,7 +200,12 @@ def _term(slab, row, column, inside, TILE: constexpr, ZERO: constexpr, ROWS: con
         at = row // group_rows_of(TILE, ROWS) * COLUMNS + column
     else:
         at = row * 0 + column
-    return tl.load(numbers + at, mask=inside, other=0.0).to(tl.float32)
+    terms = tl.load(numbers + at, mask=inside, other=0)
+    if term_dtype(TILE, ZERO) == "short":
+        terms = (terms.to(tl.int16) << 7).to(tl.float16, bitcast=True)
+    elif term_dtype(TILE, ZERO) == "low":
+        terms = low_zero(terms, TILE)
+    return terms.to(tl.float32)
 
 
 # ---- attention -------------------------------------------------------------------------------------------------------

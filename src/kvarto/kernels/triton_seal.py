@@ -134,7 +134,8 @@ def _scales(sealing: Sealing, device: str) -> Tensor | None:
 class Packing:
     """A plane: codes of `bits` bits, which are bits `shift` to shift + bits of the whole code, or floats of a kind.
 
-    runs   of the tile's columns, one for each field of a byte; () if the fields are equal parts of the row
+    some   (first, count, second) if it is not of all columns: of `count` from `first` on, then of those from `second` on; else ()
+    runs   of the tile's columns, one for each field of a byte, if it is of some columns and they are such; else ()
     """
 
     offset: int
@@ -142,6 +143,7 @@ class Packing:
     bits: int
     shift: int
     kind: str
+    some: tuple[int, ...]
     runs: tuple[int, ...]
 
 
@@ -154,6 +156,7 @@ class Plan:
     rows, columns       of the tile; row_pad, column_pad: powers of two that hold them
     runs                columns come in so many equal runs, each padded by itself
     shared              what shares a scale: "slab", "row", "column"; "" without a scale
+    terms               of a fitted column: "short" or "low" (kvarto/tile.py); "" if it is not fitted
     groups, group_pad   groups of rows that share terms of a column, and rows of one as the padded tile holds them
     gaps                bytes of the slab that hold nothing, (first, end)
     limit               numbers beyond it are clamped and counted, after division by the scale and rotation
@@ -174,6 +177,7 @@ class Plan:
     runs: int
     planes: tuple[Packing, ...]
     shared: str
+    terms: str
     scale_at: int
     zero_at: int
     groups: int
@@ -209,7 +213,7 @@ class Plan:
     @property
     def bits(self) -> int:
         """Bits of the codes that all columns have."""
-        return sum(plane.bits for plane in self.planes if not plane.runs)
+        return sum(plane.bits for plane in self.planes if not plane.some)
 
     @property
     def odd_pad(self) -> int:
@@ -251,10 +255,19 @@ def make_plan(raw_layout: PageLayout, layout: PageLayout, side: Side, sealing: S
         column_pad=runs * _power_of_two(columns // runs),
         runs=runs,
         planes=tuple(
-            Packing(plane.offset, plane.row_nbytes, plane.bits, plane.shift, plane.kind, _fields(plane, columns) or ())
+            Packing(
+                plane.offset,
+                plane.row_nbytes,
+                plane.bits,
+                plane.shift,
+                plane.kind,
+                _some(plane, columns),
+                _fields(plane, columns),
+            )
             for plane in sealing.tile.planes
         ),
         shared=scale.per if scale else "",
+        terms=_terms(sealing),
         scale_at=scale.offset if scale else 0,
         zero_at=zero.offset if zero else 0,
         groups=groups,
@@ -284,13 +297,16 @@ def _refusal(slab: SlabLayout, raw: SlabLayout, sealing: Sealing | None) -> str 
     group_rows, groups = _groups(sealing.tile.scale, rows)
     if groups > 1 and group_rows & (group_rows - 1):
         return f"groups of {group_rows} rows are not a power of two"
-    if any(_fields(plane, columns) is None for plane in sealing.tile.planes):
-        return f"a plane's columns are not runs of a sixteenth of {columns}"
-    return _refine_refusal(sealing.rotation, rows, slab.side) if isinstance(sealing, Refine) else None
+    if isinstance(sealing, Refine):
+        return _refine_refusal(sealing, rows, slab.side)
+    return None if _terms(sealing) == "" else "terms that are not fitted are float16"
 
 
-def _refine_refusal(rotation: Rotation | None, rows: int, side: Side) -> str | None:
+def _refine_refusal(sealing: Refine, rows: int, side: Side) -> str | None:
     """The same of what `Refine` alone asks for."""
+    rotation: Rotation | None = sealing.rotation
+    if _terms(sealing) == "":
+        return "fitted terms are a short scale and a zero, or a scale with a low zero"
     if rotation is None:
         return f"{rows} fitted rows without a rotation are not a power of two" if rows & (rows - 1) else None
     if side is Side.K:
@@ -320,16 +336,32 @@ def _groups(term: Term | None, rows: int) -> tuple[int, int]:
     return (term.group_rows, term.groups) if term and term.groups > 1 else (rows, 1)
 
 
-def _fields(plane: Plane, columns: int) -> tuple[int, ...] | None:
-    """`Packing.runs` of a plane; None if its fields are no runs."""
+def _terms(sealing: Sealing) -> str:
+    """`Plan.terms`."""
+    scale, zero = sealing.tile.scale, sealing.tile.zero
+    if scale is None or zero is None:
+        return ""
+    return "short" if scale.dtype == "short" else "low" if zero.dtype == "low" else ""
+
+
+def _some(plane: Plane, columns: int) -> tuple[int, ...]:
+    """`Packing.some`."""
     if plane.columns == ((0, columns),):
+        return ()
+    first, second = plane.columns[0], plane.columns[-1]
+    return (*first, second[0])
+
+
+def _fields(plane: Plane, columns: int) -> tuple[int, ...]:
+    """`Packing.runs`: the run that each field is, of 16."""
+    if plane.columns == ((0, columns),) or columns % 16:
         return ()
     held = [first + i for first, count in plane.columns for i in range(count)]
     fields = [held[i : i + plane.row_nbytes] for i in range(0, len(held), plane.row_nbytes)]
     run = columns // 16
     runs = tuple(field[0] // run for field in fields)
     fits = all(field == list(range(i * run, (i + 1) * run)) for field, i in zip(fields, runs, strict=True))
-    return runs if fits and columns % 16 == 0 else None
+    return runs if fits else ()
 
 
 def _gaps(slab: SlabLayout) -> Iterator[tuple[int, int]]:

@@ -62,10 +62,15 @@ def store_codes(codes, slab, P: tl.constexpr):
 def _store_plane(codes, slab, INDEX: tl.constexpr, P: tl.constexpr):
     """The bits of all codes that plane INDEX holds."""
     codes = codes >> P.planes[INDEX].shift
-    packed = _pack(codes, P.planes[INDEX].bits, P) if len(P.planes[INDEX].runs) == 0 else _pack_runs(codes, INDEX, P)
-    row, byte = row_places(P), column_places(packed.shape[1], P)
-    at = P.planes[INDEX].offset + row * P.planes[INDEX].row_nbytes + byte
-    tl.store(slab + at, packed.to(tl.uint8), mask=(row < P.rows) & (byte < P.planes[INDEX].row_nbytes))
+    row = row_places(P)
+    at = slab + P.planes[INDEX].offset + row * P.planes[INDEX].row_nbytes
+    if len(P.planes[INDEX].some) > 0 and len(P.planes[INDEX].runs) == 0:
+        for byte in tl.static_range(P.planes[INDEX].row_nbytes):
+            tl.store(at + byte, _pack_byte(codes, byte, INDEX, P).to(tl.uint8), mask=row < P.rows)
+    else:
+        packed = _pack_runs(codes, INDEX, P) if len(P.planes[INDEX].some) > 0 else _pack(codes, P.planes[INDEX].bits, P)
+        byte = column_places(packed.shape[1], P)
+        tl.store(at + byte, packed.to(tl.uint8), mask=(row < P.rows) & (byte < P.planes[INDEX].row_nbytes))
 
 
 @triton.jit
@@ -88,10 +93,62 @@ def _pack_runs(codes, INDEX: tl.constexpr, P: tl.constexpr):
 
 
 @triton.jit
+def place_in_plane(column, INDEX: tl.constexpr, P: tl.constexpr):
+    """Which of the codes of plane INDEX, which is of some columns, is that of a column; a negative number or one too large for none."""
+    first: tl.constexpr = P.planes[INDEX].some[0]
+    count: tl.constexpr = P.planes[INDEX].some[1]
+    second: tl.constexpr = P.planes[INDEX].some[2]
+    place = column - first
+    if second > first:
+        place = tl.where(column < second, tl.where(place < count, place, -1), column - second + count)
+    return place
+
+
+@triton.jit
+def codes_of(INDEX: tl.constexpr, P: tl.constexpr):
+    """How many codes a row of plane INDEX has."""
+    return P.planes[INDEX].row_nbytes * 8 // P.planes[INDEX].bits
+
+
+@triton.jit
+def _pack_byte(codes, BYTE: tl.constexpr, INDEX: tl.constexpr, P: tl.constexpr):
+    """Byte BYTE of each row of plane INDEX, whose fields are no runs: [R, C] to [R, 1]."""
+    place = place_in_plane(column_places(P.column_pad, P), INDEX, P)
+    held = (place >= 0) & (place < codes_of(INDEX, P)) & (place % P.planes[INDEX].row_nbytes == BYTE)
+    shift = tl.where(held, place // P.planes[INDEX].row_nbytes * P.planes[INDEX].bits, 0)
+    return tl.sum(tl.where(held, codes << shift, 0), axis=1, keep_dims=True)
+
+
+@triton.jit
 def store_terms(scale, zero, slab, at, inside, P: tl.constexpr):
     """Scale and zero, float16, as number `at` of their fields."""
     tl.store((slab + P.scale_at).to(tl.pointer_type(tl.float16)) + at, scale.to(tl.float16), mask=inside)
     tl.store((slab + P.zero_at).to(tl.pointer_type(tl.float16)) + at, zero.to(tl.float16), mask=inside)
+
+
+@triton.jit
+def store_short(code, zero, slab, at, inside, P: tl.constexpr):
+    """Short scales and float16 zeros, as number `at` of their fields."""
+    tl.store(slab + P.scale_at + at, code.to(tl.uint8), mask=inside)
+    tl.store((slab + P.zero_at).to(tl.pointer_type(tl.float16)) + at, zero.to(tl.float16), mask=inside)
+
+
+@triton.jit
+def store_joined(bits, slab, at, inside, P: tl.constexpr):
+    """Scales with a low zero, as number `at` of their field."""
+    tl.store((slab + P.scale_at).to(tl.pointer_type(tl.int16)) + at, bits.to(tl.int16), mask=inside)
+
+
+@triton.jit
+def half_bits(x):
+    """Of as_half(x), which is not negative: int32."""
+    return as_half(x).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+
+
+@triton.jit
+def from_half_bits(bits):
+    """float32 of float16 with these bits, int32."""
+    return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
@@ -128,7 +185,7 @@ def as_scale(x):
 
 
 @triton.jit
-def _round(x):
+def rounded(x):
     """To nearest even integers, the sign of zero kept. Exact up to 2^22; beyond, where codes are clamped anyway, still beyond."""
     sign = x.to(tl.int32, bitcast=True) & INT_MIN
     size = (tl.abs(x) + 8388608.0) - 8388608.0
@@ -138,4 +195,4 @@ def _round(x):
 @triton.jit
 def nearest_codes(x, scale, zero, highest):
     """affine.quantize: nearest codes, as floats."""
-    return _within(_round(tl.div_rn(x - zero, scale)), highest)
+    return _within(rounded(tl.div_rn(x - zero, scale)), highest)

@@ -16,16 +16,26 @@ from kvarto.kernels.triton_seal_bytes import (
     as_half,
     as_scale,
     clamp,
+    codes_of,
+    from_half_bits,
+    half_bits,
     load_floats,
     nearest_codes,
+    place_in_plane,
+    rounded,
     row_places,
     store_codes,
-    store_terms,
+    store_joined,
+    store_short,
 )
+from kvarto.tile import LOW_ZERO_LIMIT as _LIMIT
+from kvarto.tile import LOW_ZERO_STEPS as _STEPS
+from kvarto.tile import LOW_ZEROS as _ZEROS
 
 FLOAT16_MAX = tl.constexpr(sealing.FLOAT16_MAX)
 ROUNDS = tl.constexpr(sealing.ROUNDS)
 INT_MIN = tl.constexpr(-(2**31))
+LOW_ZEROS, LOW_ZERO_STEPS, LOW_ZERO_LIMIT = tl.constexpr(_ZEROS), tl.constexpr(_STEPS), tl.constexpr(_LIMIT)
 
 
 @triton.jit
@@ -53,12 +63,43 @@ def refine(x, slab, P: tl.constexpr):
         slope, code_mean, fits = _slope(x, centred, scale, zero, highest, rows, variance, False, P)
         scale = as_scale(tl.where(fits, slope, scale))
         zero = as_half(mean - scale * code_mean)
-    # The codes are those of this scale; the one that is stored with them keeps the variance.
-    store_codes(_unfold(nearest_codes(x, scale, zero, highest).to(tl.int32), P), slab, P)
     slope, code_mean, fits = _slope(x, centred, scale, zero, highest, rows, variance, True, P)
-    scale = as_scale(tl.where(fits, slope, scale))
+    scale = tl.where(fits, slope, scale)
+    first = (_lane(P) == 0) & (columns < P.columns)
+    if P.terms == "short":
+        scale, zero = _short(scale, mean, code_mean, slab, columns, first, P)
+    else:
+        largest = tl.maximum(-lo, hi)
+        scale, zero = _joined(scale, mean, code_mean, largest, slab, columns, first, P)
+    store_codes(_unfold(nearest_codes(x, scale, zero, highest).to(tl.int32), P), slab, P)
+
+
+@triton.jit
+def _short(scale, mean, code_mean, slab, columns, inside, P: tl.constexpr):
+    """affine.short_scale, stored: the scale and the zero to code with."""
+    code = (half_bits(scale) + 64) >> 7
+    code = tl.minimum(tl.maximum(code, 1), 247)
+    scale = from_half_bits(code << 7)
     zero = as_half(mean - scale * code_mean)
-    store_terms(scale, zero, slab, columns, (_lane(P) == 0) & (columns < P.columns), P)
+    store_short(code, zero, slab, columns, inside, P)
+    return scale, zero
+
+
+@triton.jit
+def _joined(scale, mean, code_mean, largest, slab, columns, inside, P: tl.constexpr):
+    """affine.joined, stored, and `parted`: the scale and the zero to code with."""
+    half: tl.constexpr = ((1 << P.bits) - 1) / 2
+    reach: tl.constexpr = half + LOW_ZERO_LIMIT / LOW_ZERO_STEPS
+    scale = tl.maximum(scale, tl.div_rn(largest, tl.full(largest.shape, reach, tl.float32)))
+    bits = tl.minimum(tl.maximum(half_bits(scale), LOW_ZEROS), 0x7BF0 - LOW_ZEROS // 2)
+    upper = (bits + LOW_ZEROS // 2) // LOW_ZEROS * LOW_ZEROS
+    scale = from_half_bits(upper)
+    centre = mean - scale * (code_mean - half)
+    steps = clamp(rounded(tl.div_rn(centre, scale) * LOW_ZERO_STEPS), LOW_ZERO_LIMIT)
+    bits = upper + steps.to(tl.int32) + LOW_ZEROS // 2
+    store_joined(bits, slab, columns, inside, P)
+    scale = from_half_bits(bits)
+    return scale, scale * (steps / LOW_ZERO_STEPS - half)
 
 
 @triton.jit
@@ -89,11 +130,11 @@ def _slope(x, centred, scale, zero, highest, rows, variance, LAST: tl.constexpr,
 @triton.jit
 def _highest(P: tl.constexpr):
     """The highest code of each column, float32 [C * F, 1]."""
-    run = _padded_column(P) // P.run_pad
     bits = tl.full((P.column_pad * P.fold, 1), P.bits, tl.int32)
     for i in tl.static_range(len(P.planes)):
-        for field in tl.static_range(len(P.planes[i].runs)):
-            bits += tl.where(run == P.planes[i].runs[field], P.planes[i].bits, 0)
+        if len(P.planes[i].some) > 0:
+            place = place_in_plane(_folded_column(P), i, P)
+            bits += tl.where((place >= 0) & (place < codes_of(i, P)), P.planes[i].bits, 0)
     return ((1 << bits) - 1).to(tl.float32)
 
 

@@ -10,16 +10,21 @@ from kvarto.kernels.triton_columns import load_columns
 from kvarto.kernels.triton_shared import lanes, read
 from kvarto.kernels.triton_spec import (
     FLOAT16,
+    SHORT,
     bits_of,
     columns_count,
     columns_first,
     columns_second,
+    first_part,
     groups_of,
+    has_low_zero,
     has_scale,
     has_zero,
+    low_middle,
     nbytes_of,
     offset_of,
     planes_of,
+    scale_kind,
     segments_of,
     term_dtype,
     term_offset,
@@ -27,6 +32,10 @@ from kvarto.kernels.triton_spec import (
     words_of,
 )
 from kvarto.kernels.triton_tiles import load_pairs, load_words, read_words
+from kvarto.tile import LOW_ZERO_STEPS, LOW_ZEROS
+
+LOW_MASK = constexpr(LOW_ZEROS - 1)
+LOW_PART = constexpr(1 / LOW_ZERO_STEPS)
 
 
 @triton.jit
@@ -42,10 +51,10 @@ def _term_pointer(slab, TILE: constexpr, ZERO: constexpr):
 
 
 @triton.jit
-def load_columns_of(pointers, N: constexpr, TILE: constexpr, NUMBERS: constexpr):
-    """A number for each column of each plane and segment, in its fragment order: a flat tuple of [N, columns]; see `load_columns`."""
+def load_columns_of(pointers, N: constexpr, TILE: constexpr, NUMBERS: constexpr, PLANES: constexpr):
+    """A number for each column of each segment of PLANES planes, in its fragment order: a flat tuple of [N, columns]; see `load_columns`."""
     parts = ()
-    for i in tl.static_range(planes_of(TILE)):
+    for i in tl.static_range(PLANES):
         for seg in tl.static_range(segments_of(TILE, i)):
             part = load_columns(
                 pointers, N, seg, nbytes_of(TILE, i), words_of(TILE, i), bits_of(TILE, i), NUMBERS,
@@ -65,8 +74,13 @@ def _load_rows(slab, first_row, ROWS: constexpr, END: constexpr, TILE: constexpr
             if not slab.dtype.is_ptr():
                 at += first_row * nbytes_of(TILE, i) + seg * 64
                 words = words + (read_words(at, ROWS, nbytes_of(TILE, i), words_of(TILE, i)),)
-            elif (nbytes_of(TILE, i) == 8) & (END % ROWS == 0) & (offset_of(TILE, i) % 2 == 0):
-                words = words + (load_pairs(at, first_row, ROWS),)
+            elif (
+                (nbytes_of(TILE, i) <= 8)
+                & (nbytes_of(TILE, i) % 2 == 0)
+                & (END % ROWS == 0)
+                & (offset_of(TILE, i) % 2 == 0)
+            ):
+                words = words + (load_pairs(at, first_row, ROWS, nbytes_of(TILE, i), words_of(TILE, i)),)
             else:
                 words = words + (load_words(at, first_row, ROWS, END, nbytes_of(TILE, i), seg, words_of(TILE, i)),)
     return words
@@ -91,12 +105,12 @@ def load_terms(slab, TILE: constexpr, NUMBERS: constexpr, S: constexpr, N: const
     terms = ()
     if BY_COLUMN:
         for g in tl.static_range(groups_of(TILE)):
-            terms = terms + load_columns_of(
-                _numbers(slab + term_offset(TILE, False) + 2 * g * NUMBERS), 8, TILE, FLOAT16
-            )
-            terms = terms + load_columns_of(
-                _numbers(slab + term_offset(TILE, True) + 2 * g * NUMBERS), 8, TILE, FLOAT16
-            )
+            scales = _numbers(slab + term_offset(TILE, False), g * NUMBERS, scale_kind(TILE))
+            terms = terms + load_columns_of(scales, 8, TILE, scale_kind(TILE), planes_of(TILE))
+            zeros = _numbers(slab + term_offset(TILE, True), g * NUMBERS, FLOAT16)
+            terms = terms + load_columns_of(zeros, 8, TILE, FLOAT16, 1)
+            for _ in tl.static_range(first_part(TILE, 1), first_part(TILE, planes_of(TILE))):
+                terms = terms + (terms[0],)  # nobody asks: a zero is added once
     elif slab.dtype.is_ptr():
         if has_scale(TILE):
             terms = terms + (_load_tokens(slab, TILE, False, S),)
@@ -121,10 +135,16 @@ def _largest(bits):
 
 
 @triton.jit
-def _numbers(at):
-    """A pointer to 16-bit numbers, or their address, [8, 1], rows alike."""
-    if at.dtype.is_ptr():
-        at = at.to(tl.pointer_type(tl.int16))
+def _numbers(at, FIRST: constexpr, KIND: constexpr):
+    """A pointer to number FIRST of those at `at`, or its address, [8, 1], rows alike; KIND is SHORT (bytes) or of 16 bits."""
+    if KIND == SHORT:
+        at += FIRST
+        if at.dtype.is_ptr():
+            at = at.to(tl.pointer_type(tl.int8))
+    else:
+        at += 2 * FIRST
+        if at.dtype.is_ptr():
+            at = at.to(tl.pointer_type(tl.int16))
     return at + tl.arange(0, 8)[:, None] * 0
 
 
@@ -134,7 +154,19 @@ def _load_tokens(slab, TILE: constexpr, ZERO: constexpr, S: constexpr):
     token = tl.arange(0, S)
     if term_per(TILE) == "slab":
         token *= 0
-    return tl.load(_term_pointer(slab, TILE, ZERO) + token).to(tl.float32)[:, None]
+    if ZERO and has_low_zero(TILE):
+        pointer = (slab + term_offset(TILE, ZERO)).to(tl.pointer_type(tl.int16))
+        numbers = low_zero(tl.load(pointer + token), TILE)
+    else:
+        numbers = tl.load(_term_pointer(slab, TILE, ZERO) + token).to(tl.float32)
+    return numbers[:, None]
+
+
+@triton.jit
+def low_zero(bits, TILE: constexpr):
+    """float32 zeros of int16 `bits`, float16 scales with a zero in their low bits."""
+    steps = (bits & (LOW_MASK)).to(tl.float32) * LOW_PART + low_middle(TILE)
+    return bits.to(tl.float16, bitcast=True).to(tl.float32) * steps
 
 
 @triton.jit
@@ -144,6 +176,8 @@ def _read_tokens(slab, TILE: constexpr, ZERO: constexpr, S: constexpr, N: conste
     if term_per(TILE) == "slab":
         number = read(lanes(at, 0, 0), 1, 0, 1).to(tl.float32, bitcast=True)
         numbers = tl.broadcast_to(number[None, :, :], (S // 8, 8, 4)).reshape(S, 4)
+    elif ZERO and has_low_zero(TILE):
+        numbers = low_zero(read(lanes(at, 2, 0), S // 8, 16, 0).to(tl.int16), TILE)
     else:
         numbers = _float(read(lanes(at, 2, 0), S // 8, 16, 0).to(tl.int16), TILE)
     return tl.broadcast_to(numbers[:, :, None], (S, 4, N // 4)).reshape(S, N)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvarto.tile import Tile
+from kvarto.tile import LOW_ZERO_STEPS, LOW_ZEROS, Tile
 
-UINT, E4M3, E5M2, BFLOAT16, FLOAT16 = (tl.constexpr(i) for i in range(5))
+UINT, E4M3, E5M2, BFLOAT16, FLOAT16, SHORT = (tl.constexpr(i) for i in range(6))
 _KINDS = {"uint": 0, "e4m3": 1, "e5m2": 2, "bfloat16": 3, "float16": 4}
 
 
@@ -67,8 +67,10 @@ def columns_second(tile: Tile, i: int) -> int:
 
 @triton.constexpr_function
 def words_of(tile: Tile, i: int) -> int:
-    """W of plane i: 2, 4, 8 or 16 words (triton_tiles.py)."""
+    """W of plane i: 1, 2, 4, 8 or 16 words (triton_tiles.py)."""
     nbytes = tile.planes[i].row_nbytes
+    if nbytes <= 2 and tile.planes[i].bits == 1:
+        return 1
     return 2 if nbytes <= 8 else 4 if nbytes <= 16 else 8 if nbytes <= 32 else 16
 
 
@@ -82,6 +84,8 @@ def segments_of(tile: Tile, i: int) -> int:
 def width_of(tile: Tile, i: int) -> int:
     """Columns of a segment of plane i, padding included."""
     nbytes, bits = tile.planes[i].row_nbytes, tile.planes[i].bits
+    if nbytes <= 2 and bits == 1:
+        return 16
     return 64 // bits if nbytes <= 8 else (4 if nbytes <= 16 else 8 if nbytes <= 32 else 16) * 32 // bits
 
 
@@ -141,6 +145,25 @@ def term_dtype(tile: Tile, zero: bool) -> str:
     term = tile.zero if zero else tile.scale
     assert term is not None
     return term.dtype
+
+
+@triton.constexpr_function
+def has_low_zero(tile: Tile) -> bool:
+    """The zero is in the low bits of the scale."""
+    return tile.zero is not None and tile.zero.dtype == "low"
+
+
+@triton.constexpr_function
+def low_middle(tile: Tile) -> float:
+    """What is added to a quarter of the low bits: zero = scale * (low / 4 + this)."""
+    bits = sum(plane.bits for plane in tile.planes)
+    return -(LOW_ZEROS / 2 / LOW_ZERO_STEPS) - ((1 << bits) - 1) / 2
+
+
+@triton.constexpr_function
+def scale_kind(tile: Tile) -> int:
+    """SHORT or FLOAT16, of column scales."""
+    return 5 if tile.scale is not None and tile.scale.dtype == "short" else 4
 
 
 @triton.constexpr_function

@@ -27,7 +27,7 @@ def why_not(side: Side, tile: Tile, dim: int) -> str | None:
         return "a scale for each channel of all tokens"
     scale = tile.scale
     if side is Side.K and scale is not None and per == "column":
-        readable = scale.groups <= 2 and tile.zero is not None and scale.dtype == "float16"
+        readable = scale.groups <= 2 and tile.zero is not None and scale.dtype in ("float16", "short")
         return None if readable else f"column terms of {scale.groups} groups, {scale.dtype}"
     return None
 
@@ -56,7 +56,10 @@ def _reads_whole(tile: Tile, layout: SlabLayout) -> bool:
 
 def _is_whole(plane: Plane) -> bool:
     nbytes = plane.row_nbytes
-    if nbytes == 8:
-        return plane.offset % 2 == 0 and all(first % 2 == count % 2 == 0 for first, count in plane.columns)
+    if nbytes <= 8 and nbytes % 2 == 0:
+        together = 4 if nbytes == 2 and plane.bits == 1 else 2
+        return plane.offset % 2 == 0 and all(
+            first % together == count % together == 0 for first, count in plane.columns
+        )
     whole = nbytes in (16, 32) or nbytes % 64 == 0
     return whole and plane.offset % min(nbytes // 4, 16) == 0 and len(plane.columns) == 1 and plane.columns[0][0] == 0

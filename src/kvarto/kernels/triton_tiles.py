@@ -12,7 +12,8 @@ nothing. That is speed only: in an interpreter, or another version, the same cod
 **Codes without arithmetic.** A code masked out of a word into the low ten bits of a half is a subnormal float16: code * 2^-24, and 2^(bits f)
 times that in field f of its byte. Tensor cores take subnormals at full speed; the factors go into the other operand, or to the end.
 
-Rows of up to 8 bytes have W = 2: each lane of the quad owns two bytes. Longer rows are padded to a power of two words, and cut into segments of
+Rows of up to 8 bytes have W = 2: each lane of the quad owns two bytes. Rows of one or two bytes of single bits have W = 1: each lane owns two bits of
+either byte, and the fragment order of two bytes is the natural one. Longer rows are padded to a power of two words, and cut into segments of
 16 words (64 bytes). KIND is one of the constants below, BITS the width of a code.
 """
 
@@ -57,10 +58,15 @@ def product(a, b, total):
 def load_words(slab, first_row, ROWS: constexpr, END: constexpr, NBYTES: constexpr, SEG: constexpr, W: constexpr):  # fmt: skip
     """Words of segment SEG of rows first_row .. of NBYTES bytes each, at `slab` (uint8 pointer); 0 beyond a row's end and from row END on.
 
-    int32 [ROWS, W]; for W = 2 int32 [ROWS, 4]: the two bytes of a lane in the low byte of either half.
+    int32 [ROWS, W]; for W = 2 int32 [ROWS, 4]: the two bytes of a lane in the low byte of either half; for W = 1 that of `own_bits`.
     """
     rows = first_row + tl.arange(0, ROWS)[:, None]
-    if W == 2:
+    if W == 1:
+        lane = tl.arange(0, 4)[None, :]
+        low = tl.load(slab + rows * NBYTES + lane * 0, mask=rows < END, other=0).to(tl.int32)
+        high = tl.load(slab + rows * NBYTES + lane * 0 + 1, mask=(rows < END) & (NBYTES == 2), other=0).to(tl.int32)
+        words = own_bits(low | (high << 8))
+    elif W == 2:
         byte = 2 * tl.max_contiguous(tl.arange(0, 4), 1)[None, :]
         low = tl.load(slab + rows * NBYTES + byte, mask=(rows < END) & (byte < NBYTES), other=0).to(tl.int32)
         high = tl.load(slab + rows * NBYTES + byte + 1, mask=(rows < END) & (byte + 1 < NBYTES), other=0).to(tl.int32)
@@ -84,23 +90,45 @@ def load_words(slab, first_row, ROWS: constexpr, END: constexpr, NBYTES: constex
 
 
 @triton.jit
-def load_pairs(slab, first_row, ROWS: constexpr):
-    """`load_words` of rows of exactly 8 bytes (W = 2) on even addresses, all of which exist."""
+def load_pairs(slab, first_row, ROWS: constexpr, NBYTES: constexpr, W: constexpr):
+    """`load_words` of rows of 2, 4, 6 or 8 bytes (W = 1 or 2) on even addresses, all of which exist."""
     rows = first_row + tl.arange(0, ROWS)[:, None]
-    pointers = slab.to(tl.pointer_type(tl.uint16)) + rows * 4 + tl.max_contiguous(tl.arange(0, 4), 1)[None, :]
-    pair = tl.load(pointers).to(tl.int32)
-    return (pair & 0xFF) | ((pair & 0xFF00) << 8)
+    lane = tl.max_contiguous(tl.arange(0, 4), 1)[None, :]
+    pairs = slab.to(tl.pointer_type(tl.uint16)) + rows * (NBYTES // 2)
+    if W == 1:
+        words = own_bits(tl.load(pairs + lane * 0).to(tl.int32))
+    elif NBYTES == 8:
+        words = _apart(tl.load(pairs + lane).to(tl.int32))
+    else:
+        words = _apart(tl.load(pairs + lane, mask=(lane < NBYTES // 2) & (rows >= 0), other=0).to(tl.int32))
+    return words
 
 
 @triton.jit
 def read_words(at, ROWS: constexpr, NBYTES: constexpr, W: constexpr):
-    """`load_words` from address `at` in shared memory on, of rows of W words of a segment."""
-    if W == 2:
-        pair = read(lanes(at, NBYTES, 2), ROWS // 8, 8 * NBYTES, 0)
-        words = (pair & 0xFF) | ((pair & 0xFF00) << 8)
+    """`load_words` from address `at` in shared memory on, of rows of W words of a segment.
+
+    A row of 4 or 6 bytes is followed by others: lanes that it has no bytes for get codes of theirs, which meet 0 in the other operand.
+    """
+    if W == 1:
+        words = own_bits(read(lanes(at, NBYTES, 0), ROWS // 8, 8 * NBYTES, 0))
+    elif W == 2:
+        words = _apart(read(lanes(at, NBYTES, 2), ROWS // 8, 8 * NBYTES, 0))
     else:
         words = read(lanes(at, NBYTES, W), ROWS // 8, 8 * NBYTES, W // 4)
     return words
+
+
+@triton.jit
+def _apart(pair):
+    """The two low bytes of int32, in the low byte of either half."""
+    return (pair & 0xFF) | ((pair & 0xFF00) << 8)
+
+
+@triton.jit
+def own_bits(pair):
+    """Two bytes of single bits, int32 [.., 4], as `_apart`, with the two bits that a lane of the quad owns lowest."""
+    return _apart(pair) >> (2 * tl.arange(0, 4))[None, :]
 
 
 @triton.jit
@@ -171,9 +199,9 @@ def unpack_exact(words, ROWS: constexpr, W: constexpr, BITS: constexpr):
 def _fields(words, W: constexpr, BITS: constexpr, EXACT: constexpr):
     """All fields of the bytes of words, joined as `ordered` takes them; EXACT: as whole numbers."""
     tile = tl.join(_bytes(words, 0, W, BITS, EXACT), _bytes(words, 1, W, BITS, EXACT))
-    if BITS <= 2:
+    if BITS <= 2 and W > 1:
         tile = tl.join(tile, tl.join(_bytes(words, 2, W, BITS, EXACT), _bytes(words, 3, W, BITS, EXACT)))
-    if BITS == 1:
+    if BITS == 1 and W > 1:
         upper = tl.join(
             tl.join(_bytes(words, 4, W, BITS, EXACT), _bytes(words, 5, W, BITS, EXACT)),
             tl.join(_bytes(words, 6, W, BITS, EXACT), _bytes(words, 7, W, BITS, EXACT)),
@@ -212,9 +240,11 @@ def _exact(words, F: constexpr, BITS: constexpr):
 def ordered(tile, ROWS: constexpr, W: constexpr, BITS: constexpr):
     """Fields of codes of less than 8 bits, [ROWS, word, pair, odd, f0, f1, f2] as far as there are such, into fragment order.
 
-    For W = 2 [ROWS, lane, pair, f0, f1, f2].
+    For W = 2 [ROWS, lane, pair, f0, f1, f2], for W = 1 [ROWS, lane, pair, f0].
     """
-    if W == 2:
+    if W == 1:
+        tile = tile.permute(0, 1, 3, 2).reshape(ROWS, 16)
+    elif W == 2:
         if BITS == 1:
             tile = tile.permute(0, 5, 4, 1, 3, 2)  # row, f2, f1, lane, f0, pair
         elif BITS == 2:

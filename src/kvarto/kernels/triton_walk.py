@@ -52,7 +52,7 @@ HIDDEN = tl.constexpr(-1e30)
 @triton.jit
 def _load_queries(pointers, N: constexpr, TILE: constexpr, NUMBERS: constexpr):
     """pointers [N, 1] to query rows. (q in fragment order, at most 1/2, a flat tuple; what it was divided by and its sums, float32 [N])."""
-    parts = load_columns_of(pointers, N, TILE, NUMBERS)
+    parts = load_columns_of(pointers, N, TILE, NUMBERS, planes_of(TILE))
     top = tl.full((N,), 1e-30, tl.float32)
     for i in tl.static_range(first_part(TILE, 1)):
         top = tl.maximum(top, tl.max(tl.abs(parts[i].to(tl.float32)), axis=1))

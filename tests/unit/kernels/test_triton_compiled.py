@@ -37,10 +37,10 @@ class Expected:
 
 
 EXPECTED = {
-    "int4+": Expected(80, 90, 1150),
+    "int4+": Expected(76, 90, 1150),
     "int2+": Expected(80, 90, 1100),
     "kivi2+": Expected(72, 80, 1300),
-    "int4": Expected(80, 32, 1150),
+    "int4": Expected(76, 32, 1200),
     "int8": Expected(64, 32, 900),
     "fp8": Expected(64, 32, 1050),
 }
