@@ -23,7 +23,7 @@ if available("numba"):
 if TYPE_CHECKING:
     from torch import Tensor
 
-_PLANES = {8: (8,), 4: (4,), 3: (2, 1), 2: (2,)}
+_PLANES = {8: (8,), 4: (4,), 3: (2, 1), 2: (2,), 1: (1,)}
 
 
 def code_fields(bits: int, rows: int, columns: int) -> list[FieldSpec]:
