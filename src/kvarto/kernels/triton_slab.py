@@ -17,6 +17,7 @@ from kvarto.kernels.triton_spec import (
     groups_of,
     has_scale,
     has_zero,
+    is_curved,
     nbytes_of,
     offset_of,
     planes_of,
@@ -26,7 +27,7 @@ from kvarto.kernels.triton_spec import (
     term_per,
     words_of,
 )
-from kvarto.kernels.triton_tiles import load_pairs, load_words, read_words
+from kvarto.kernels.triton_tiles import load_high_words, load_pairs, load_words, read_words
 
 
 @triton.jit
@@ -57,7 +58,10 @@ def load_columns_of(pointers, N: constexpr, TILE: constexpr, NUMBERS: constexpr)
 
 @triton.jit
 def _load_rows(slab, first_row, ROWS: constexpr, END: constexpr, TILE: constexpr):
-    """Words of all planes and segments of rows first_row .. of a tile that has END rows: a flat tuple."""
+    """Words of all planes and segments of rows first_row .. of a tile that has END rows: a flat tuple.
+
+    A second plane of codes on a curve is loaded as `unpack_curved` takes it.
+    """
     words = ()
     for i in tl.static_range(planes_of(TILE)):
         for seg in tl.static_range(segments_of(TILE, i)):
@@ -65,6 +69,8 @@ def _load_rows(slab, first_row, ROWS: constexpr, END: constexpr, TILE: constexpr
             if not slab.dtype.is_ptr():
                 at += first_row * nbytes_of(TILE, i) + seg * 64
                 words = words + (read_words(at, ROWS, nbytes_of(TILE, i), words_of(TILE, i)),)
+            elif is_curved(TILE) & (i > 0):
+                words = words + (load_high_words(at, first_row, ROWS, END, nbytes_of(TILE, 0), words_of(TILE, 0)),)
             elif (nbytes_of(TILE, i) == 8) & (END % ROWS == 0) & (offset_of(TILE, i) % 2 == 0):
                 words = words + (load_pairs(at, first_row, ROWS),)
             else:
