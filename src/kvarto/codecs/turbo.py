@@ -265,7 +265,7 @@ def _bend(codes, place):  # type: ignore[no-untyped-def]
 
 @dataclass(frozen=True)
 class TurboSplit(Codec):
-    """A quarter of the channels with one more bit than the others, floor(`bits`)."""
+    """A quarter of the channels with one more bit than the others, which have floor(`bits`)."""
 
     relative: bool = True
 
@@ -402,6 +402,6 @@ CODECS = (
     Turbo("turbo2-nc", 2, _SOURCE, headline=False, corrected=True),
     Turbo("turbo4-qjl", 3, _SOURCE, headline=False, signs=True),
     Turbo("turbo3-qjl", 2, _SOURCE, headline=False, signs=True),
-    TurboSplit("turbo3.5", 3.5, _SOURCE, headline=False),
-    TurboSplit("turbo2.5", 2.5, _SOURCE, headline=False),
+    TurboSplit("turbo3.5", 3.25, _SOURCE, headline=False),
+    TurboSplit("turbo2.5", 2.25, _SOURCE, headline=False),
 )
