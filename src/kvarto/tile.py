@@ -18,7 +18,7 @@ from kvarto.layout import SlabLayout
 
 Kind = Literal["uint", "e4m3", "e5m2", "bfloat16", "float16", "float32"]
 Curve = tuple[float, float]
-"""(a, b): a code of n bits stands for u (a + b u^4), u = (2 code + 1) / 2^(n - 1) - 2, which is odd about the middle of the codes. Both are float16."""
+"""(a, b), float16: a code of n bits stands for u (a + b u^4), u = (2 code + 1) / 2^(n - 1) - 2, which is odd about the middle of the codes."""
 BITS = {"e4m3": 8, "e5m2": 8, "bfloat16": 16, "float16": 16, "float32": 32}
 
 

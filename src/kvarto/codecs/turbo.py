@@ -2,31 +2,32 @@
 
     K, V  x float32 [S, D]  ->  y = H x;  scale float16 [S], the root mean square of y;  codes of b bits, K [S, D], V [D, S], of y / scale
 
-The levels are Lloyd-Max levels of one coordinate of a random unit vector of D dimensions (times sqrt(D); the density of Lemma 1, not its Gaussian
-limit), found here by Lloyd's fixed point. They are constrained to a curve of two coefficients, so that a kernel computes a level and looks up none:
+The levels are Lloyd-Max levels of one coordinate of a random unit vector of D dimensions, times sqrt(D): of the density of Lemma 1, not of its
+Gaussian limit, found here by Lloyd's fixed point. They are kept to a curve of two coefficients, so that a kernel computes a level and looks up none,
 
     level = u (a + b u^4),   u = (2 code + 1) / 2^(bits - 1) - 2, in -2 .. 2
 
-which costs 0.00, 0.10 and 0.17 % of distortion at 2, 3 and 4 bits (unconstrained, D = 128: .1160, .03397, .00931). A level has float16's precision.
+which costs 0.00, 0.10 and 0.17 % of distortion at 2, 3 and 4 bits (u and u^3 alone 0.20 and 1.8 % at 3 and 4).
 
-The rotation is ours, Hadamard without random signs, where the paper draws an orthogonal matrix by QR: on Gaussian vectors the error is the same,
-on vectors with one large channel half (int4, facts of the design), it is a sum in a stated order, so that bytes are the same everywhere, and D log D
-instead of D^2. Its price: a vector along a row of H (all channels alike) becomes a single spike and is clipped.
+The rotation is our Hadamard transform without random signs, where the paper draws an orthogonal matrix by QR. On Gaussian vectors the error is the
+same, on vectors with one large channel smaller (all coordinates are then alike); it is a sum in a stated order, so that bytes are the same
+everywhere, and D log D. Random signs changed the KL of real keys by less than 5 %, either way. The price: a vector along a row of H (all channels
+alike) becomes a single spike and is clipped.
 
-`turboN`        as in the paper: the scale is the norm. Squared error is least, but a decoded vector, and so a score, is shorter by 1 - D
-`turboN-nc`     "norm correction", as vLLM's _nc: the scale is such that the decoded vector is as long as x was. Bytes are read the same way. On real keys
-                the KL of attention is 3 to 6 % lower at 4 and 3 bits and 1 to 8 % higher at 2; a vector that is clipped may be off by 1.4 |x|
-                instead of |x|. For so little the paper's own way is the default
-`turboN-qjl`    the paper's inner-product variant: N - 1 bits as above, then sign(S r) of the residual r and its root mean square, S a matrix of
-                Gaussian numbers. Unbiased, at 5 times the variance: at equal bits it is the worst of the three, and is here to show that. Its
-                decoding is a product with S, so no compiled kernel reads it: the reference kernel runs
-`turbo3.5`, `turbo2.5`   a quarter of the channels with one more bit, in a rotation and with a scale of their own; which, is fixed by position, so nothing
-                is calibrated: of keys those that RoPE turns slowest (the last D / 8 of each half), of values the first. 3.25 and 2.25 bits of
-                codes, and two scales. The paper's own count of 32 x 3 + 96 x 2 over 128 is 2.25, and is called 2.5 there: with the two norms it is.
-                Two scales for a token are no affine tile, so on a GPU the reference kernel runs
+`turboN`      as in the paper: the scale is the norm. Squared error is least, but a decoded vector, and so a score, is shorter by 1 - D
+`turboN-nc`   "norm correction", as vLLM's _nc: the scale is such that the decoded vector is as long as x was. Bytes are read the same way. On real
+              keys the KL of attention is 1 to 7 % lower at 4 and 3 bits and up to 8 % higher at 2, and a vector that is clipped may be off
+              by 1.4 |x|. For so little the paper's own way is the default
+`turboN-qjl`  the paper's inner-product variant: N - 1 bits as above, then sign(S r) of the residual r and its root mean square, S a matrix of
+              Gaussian numbers. Unbiased, at 5 times the variance: worst of the three at equal bits, and here to show that. Its decoding is a
+              product with S, so no compiled kernel reads it: the reference kernel runs
+`turbo3.5`, `turbo2.5`   a quarter of the channels with one more bit, in a rotation and with a scale of their own. Which, is fixed by position, so
+              nothing is calibrated: of keys those that RoPE turns slowest (the last D / 8 of each half), of values the first. 3.25 and 2.25 bits
+              of codes, and two scales; the paper's (32 x 3 + 96 x 2) / 128 is 2.25 too, and with two norms of 16 bits it is the 2.5 that it says.
+              Two scales for a token are no affine tile: on a GPU the reference kernel runs
 
-Error: of a vector on average D |x|^2, D = .116, .034, .0093 for 2, 3, 4 bits, and never more than 2 |x|^2. Bits: N + 16 / D; N + 32 / D with qjl; 3.25 and
-2.25 + 32 / D. QJL: arXiv 2406.03482. Measured against int4 and KIVI in docs/LOG.md.
+Error: of a vector on average D |x|^2, D = .116, .034, .0093 for 2, 3, 4 bits, and never more than 2 |x|^2. Bits: N + 16 / D, with qjl
+N + 32 / D; 3.25 and 2.25 + 32 / D. QJL: arXiv 2406.03482.
 """
 
 from __future__ import annotations
@@ -41,8 +42,18 @@ import numpy as np
 
 from kvarto.codecs import hadamard
 from kvarto.codecs.base import Codec, Reader, assemble, beyond, extract, from_tile, halving_mean, to_tile
-from kvarto.codecs.packing import code_fields, code_planes, pack, pack_plane, unpack, unpack_plane, unpack_tile
-from kvarto.jit import inlined, load_floats, torch
+from kvarto.codecs.packing import (
+    add_bits,
+    bend_codes,
+    code_fields,
+    code_planes,
+    pack,
+    pack_plane,
+    unpack,
+    unpack_plane,
+    unpack_tile,
+)
+from kvarto.jit import load_floats, torch
 from kvarto.layout import FieldSpec, Side, SlabLayout
 from kvarto.sealing import FLOAT16_MAX
 from kvarto.tile import Curve, Term, Tile
@@ -51,7 +62,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _GRID_POINTS = 1 << 16
-_UNIT = 1 << 10  # of the numbers of S and, relative to their largest, of residuals: sums of their products are exact in float64
+_UNIT = (
+    1 << 10
+)  # of the numbers of S and, relative to their largest, of residuals: sums of their products are exact in float64
 
 
 # ---- levels ----------------------------------------------------------------------------------------------------------
@@ -131,29 +144,30 @@ def _dequantize(codes: Tensor, scale: Tensor, bits: int) -> Tensor:
 
 
 @cache
-def _sketch(dim: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+def _matrix(dim: int) -> np.ndarray[Any, np.dtype[np.float64]]:
     """S [D, D] times `_UNIT`, whole numbers: Gaussian by Box and Muller from a bit stream that is the same in every version of numpy."""
     raw = np.random.Philox(key=dim).random_raw(2 * dim * dim)
     u, v = ((raw >> np.uint64(11)).astype(np.float64) + 0.5).reshape(2, dim, dim) * 2.0**-53
-    return np.rint(np.sqrt(-2.0 * np.log(u)) * np.cos(2.0 * pi * v) * _UNIT)
+    whole: np.ndarray[Any, np.dtype[np.float64]] = np.rint(np.sqrt(-2.0 * np.log(u)) * np.cos(2.0 * pi * v) * _UNIT)
+    return whole
 
 
 @cache
-def _sketch_on(dim: int, device: torch.device) -> Tensor:
-    return torch.from_numpy(_sketch(dim)).to(device)
+def _matrix_on(dim: int, device: torch.device) -> Tensor:
+    return torch.from_numpy(_matrix(dim)).to(device)
 
 
-def _signs(r: Tensor) -> Tensor:
+def sketch(r: Tensor) -> Tensor:
     """Whether S r >= 0, uint8 [..., D], for r float32 [..., D]: products of whole numbers, of which a matrix product adds exactly in any order."""
     largest = r.abs().amax(-1, keepdim=True)
     whole = (r / torch.where(largest > 0, largest, 1.0) * _UNIT).round().double()
-    return (whole @ _sketch_on(r.shape[-1], r.device).T >= 0).to(torch.uint8)
+    return (whole @ _matrix_on(r.shape[-1], r.device).T >= 0).to(torch.uint8)
 
 
-def _unsketch(signs: Tensor, size: Tensor) -> Tensor:
+def unsketch(signs: Tensor, size: Tensor) -> Tensor:
     """sqrt(pi / 2) / D |r| S^T signs, which is r on average: signs uint8 [..., D], size float16 [..., 1] = |r| / sqrt(D)."""
     dim = signs.shape[-1]
-    whole = (2.0 * signs.double() - 1.0) @ _sketch_on(dim, signs.device)
+    whole = (2.0 * signs.double() - 1.0) @ _matrix_on(dim, signs.device)
     return whole.float() * (size.float() * sqrt(pi / 2 / dim) / _UNIT)
 
 
@@ -195,7 +209,7 @@ class Turbo(Codec):
         arrays = pack(to_tile(codes, layout.side), bits)
         if self.signs:
             residual = y - _dequantize(codes, scale, bits)
-            arrays["codes_sign"] = pack_plane(to_tile(_signs(residual), layout.side), 1)
+            arrays["codes_sign"] = pack_plane(to_tile(sketch(residual), layout.side), 1)
             size = halving_mean(residual * residual, -1).sqrt()
             arrays["scale_residual"] = size.clamp_max(FLOAT16_MAX).half().squeeze(-1)
         return assemble(layout, **arrays, scale=scale.squeeze(-1))
@@ -208,7 +222,7 @@ class Turbo(Codec):
         y = _dequantize(from_tile(codes, side), extract(slabs, layout, "scale").unsqueeze(-1), bits)
         if self.signs:
             signs = from_tile(unpack_plane(extract(slabs, layout, "codes_sign"), 1), side)
-            y = y + _unsketch(signs, extract(slabs, layout, "scale_residual").unsqueeze(-1))
+            y = y + unsketch(signs, extract(slabs, layout, "scale_residual").unsqueeze(-1))
         return hadamard.transform(y, inverse=True)
 
     def rotate(self, x: Tensor, side: Side) -> Tensor:
@@ -239,7 +253,7 @@ class Turbo(Codec):
 
         def read(slab, tile, row_scale, row_zero, channel_scale, channel_zero):  # type: ignore[no-untyped-def]
             unpack_tile(slab, low, high, bits, tile)
-            _bend(tile.reshape(tile.size), place)
+            bend_codes(tile.reshape(tile.size), place)
             load_floats(slab, scale, "float16", row_scale)
 
         return read
@@ -249,15 +263,6 @@ def _numba_curve(bits: int, dim: int) -> tuple[np.float32, ...]:
     """(factor, offset, a, b): u = code * factor - offset."""
     a, b = curve(bits, dim)
     return np.float32(2.0 ** (2 - bits)), np.float32(2.0 - 2.0 ** (1 - bits)), np.float32(a), np.float32(b)
-
-
-@inlined
-def _bend(codes, place):  # type: ignore[no-untyped-def]
-    """Codes to levels, in place: float32 [n]."""
-    for i in range(codes.size):
-        u = codes[i] * place[0] - place[1]
-        square = u * u
-        codes[i] = u * (place[2] + place[3] * (square * square))
 
 
 # ---- two rotations, two scales ---------------------------------------------------------------------------------------
@@ -343,16 +348,16 @@ class TurboSplit(Codec):
                 load_floats(slab, scale_quarter, "float16", row_zero)
                 for token in range(tokens):
                     row = tile[token]
-                    _add_bits(slab, more + token * (quarter // 8), np.float32(1 << bits), row[:quarter])
-                    _bend(row[:quarter], first_place)
-                    _bend(row[quarter:], rest_place)
+                    add_bits(slab, more + token * (quarter // 8), np.float32(1 << bits), row[:quarter])
+                    bend_codes(row[:quarter], first_place)
+                    bend_codes(row[quarter:], rest_place)
                     row[:quarter] *= row_zero[token]
                     row[quarter:] *= row_scale[token]
             else:
                 for channel in range(quarter):
-                    _add_bits(slab, more + channel * (tokens // 8), np.float32(1 << bits), tile[channel])
-                _bend(tile[:quarter].reshape(quarter * tokens), first_place)
-                _bend(tile[quarter:].reshape(tile.size - quarter * tokens), rest_place)
+                    add_bits(slab, more + channel * (tokens // 8), np.float32(1 << bits), tile[channel])
+                bend_codes(tile[:quarter].reshape(quarter * tokens), first_place)
+                bend_codes(tile[quarter:].reshape(tile.size - quarter * tokens), rest_place)
                 load_floats(slab, scale_quarter, "float16", row_scale)
                 for channel in range(quarter):
                     tile[channel] *= row_scale
@@ -372,15 +377,6 @@ class TurboSplit(Codec):
         """The inverse of `_parts`."""
         order = _order(sum(part.shape[-1] for part in parts), side)
         return torch.cat(parts, dim=-1)[..., [order.index(channel) for channel in range(len(order))]]
-
-
-@inlined
-def _add_bits(slab, start, weight, row):  # type: ignore[no-untyped-def]
-    """Onto row float32 [n]: `weight` where a bit is set, packed as in docs/page-format.md from byte `start` of slab."""
-    nbytes = row.size // 8
-    for part in range(8):
-        for j in range(nbytes):
-            row[part * nbytes + j] += weight * np.float32((slab[start + j] >> part) & 1)
 
 
 @cache

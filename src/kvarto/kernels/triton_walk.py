@@ -98,7 +98,10 @@ def _operand(words, AT: constexpr, I: constexpr, ROWS: constexpr, TILE: constexp
 
 
 @triton.jit
-def _product(scores, words, part, scales, AT: constexpr, I: constexpr, ROWS: constexpr, TILE: constexpr, N: constexpr, SCALED: constexpr):  # fmt: skip
+def _product(
+    scores, words, part, scales, AT: constexpr, I: constexpr, ROWS: constexpr, TILE: constexpr, N: constexpr,
+    SCALED: constexpr,
+):  # fmt: skip
     """scores [ROWS, N] plus the product of words[AT], one segment of plane I, with its part of q [* scales]."""
     W: constexpr = words_of(TILE, I)
     COLUMNS: constexpr = width_of(TILE, I)

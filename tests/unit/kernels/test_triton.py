@@ -236,7 +236,7 @@ def test_raw_pages_alone(name: str, counts: Sequence[int]) -> None:
         ("turbo3", Geometry(1, 256, 64, 128), 4, (1, 1)),
         ("turbo3/turbo2", Geometry(1, 64, 256, 32), 8, (1, 1)),
         ("turbo2", Geometry(2, 80, 64), 4, (1, 1)),
-        ("turbo2/turbo4", Geometry(1, 20, 40, 32), 4, (1, 1)),
+        ("turbo2/turbo4", Geometry(1, 24, 40, 32), 4, (1, 1)),
     ],
 )
 def test_geometries(text: str, geometry: Geometry, R: int, counts: Sequence[int]) -> None:
@@ -430,7 +430,8 @@ def test_small_and_large_values(name: str, size: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "gap"), [("int4", 0.0), ("int4", 11.0), ("int3", 11.0), ("fp8_e5m2-token", 11.0), ("kivi4", 11.0), ("turbo3", 11.0)]
+    ("name", "gap"),
+    [("int4", 0.0), ("int4", 11.0), ("int3", 11.0), ("fp8_e5m2-token", 11.0), ("kivi4", 11.0), ("int4/turbo3", 11.0)],
 )
 @pytest.mark.parametrize("sizes", [(1e-3, 1e3, 1.0), (1e3, 1e-3, 1.0)])
 def test_pages_of_widely_different_scales(name: str, sizes: tuple[float, ...], gap: float) -> None:

@@ -18,7 +18,9 @@ def copied(name: str, dim: int = 128, page_tokens: int = 64) -> bool:
     return can_copy(layout, k, v)
 
 
-@pytest.mark.parametrize("name", ["int4", "int3", "int2", "kivi4", "kivi2", "int4/kivi2", "int8", "fp8", "turbo4", "turbo2"])
+@pytest.mark.parametrize(
+    "name", ["int4", "int3", "int2", "kivi4", "kivi2", "int4/kivi2", "int8", "fp8", "turbo4", "turbo2"]
+)
 def test_shipped_formats(name: str) -> None:
     assert copied(name)
 
