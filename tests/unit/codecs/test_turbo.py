@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import lgamma, pi, sqrt
+from pathlib import Path
 
 import pytest
 
@@ -82,6 +83,13 @@ def test_levels_are_a_curve_of_float16_numbers() -> None:
     np.testing.assert_allclose(levels_of(2, 128)[2:], [0.4525, 1.5049], atol=2e-3)
     best = [0.12769, 0.38594, 0.65299, 0.93635, 1.24696, 1.60352, 2.04514, 2.68818]
     np.testing.assert_allclose(levels_of(4, 128)[8:], best, atol=0.02)
+
+
+def test_the_page_format_states_the_curves() -> None:
+    page_format = (Path(__file__).parents[3] / "docs" / "page-format.md").read_text()
+    for bits in (2, 3, 4):
+        a, b = curve(bits, 128)
+        assert f"| {bits} | {a} | {b} |" in page_format
 
 
 # ---- inner products --------------------------------------------------------------------------------------------------
