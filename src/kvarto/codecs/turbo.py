@@ -11,8 +11,8 @@ which costs 0.00, 0.10 and 0.17 % of distortion at 2, 3 and 4 bits (u and u^3 al
 
 The rotation is our Hadamard transform without random signs, where the paper draws an orthogonal matrix by QR. On Gaussian vectors the error is the
 same, on vectors with one large channel smaller (all coordinates are then alike); it is a sum in a stated order, so that bytes are the same
-everywhere, and D log D. Random signs changed the KL of real keys by less than 5 %, either way. The price: a vector along a row of H (all channels
-alike) becomes a single spike and is clipped.
+everywhere, and D log D. Random signs changed the KL of attention over real keys by 2 to 10 %, either way. The price: a vector along a row of H (all
+channels alike) becomes a single spike and is clipped.
 
 `turboN`      as in the paper: the scale is the norm. Squared error is least, but a decoded vector, and so a score, is shorter by 1 - D
 `turboN-nc`   "norm correction", as vLLM's _nc: the scale is such that the decoded vector is as long as x was. Bytes are read the same way. KL of
@@ -26,7 +26,7 @@ alike) becomes a single spike and is clipped.
               of codes, and two scales; the paper's (32 x 3 + 96 x 2) / 128 is 2.25 too, and with two norms of 16 bits it is the 2.5 that it says.
               Two scales for a token are no affine tile: on a GPU the reference kernel runs
 
-Error: of a vector on average D |x|^2, D = .116, .034, .0093 for 2, 3, 4 bits, and never more than 2 |x|^2. Bits: N + 16 / D, with qjl
+Error: of a vector on average D |x|^2, D = .116, .034, .0093 for 2, 3, 4 bits, and (signs apart) never more than 2 |x|^2. Bits: N + 16 / D, with qjl
 N + 32 / D; 3.25 and 2.25 + 32 / D. QJL: arXiv 2406.03482.
 """
 
