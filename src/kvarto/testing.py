@@ -63,7 +63,10 @@ def check_bytes_do_not_depend_on_batch(bound: BoundCodec) -> None:
 
 
 def check_hard_groups(bound: BoundCodec) -> None:
-    """Constant, zero, tiny, huge, one-outlier and biased slabs decode to finite numbers, off by no more than the range of their slab."""
+    """Constant, zero, tiny, huge, one-outlier and biased slabs decode to finite numbers, off by no more than the range of their slab.
+
+    Of a codec whose errors are `relative` what is decoded of a token is about no longer than the token, and does not point away from it.
+    """
     tokens, dim = bound.layout.page_tokens, bound.layout.dim
     zero = torch.zeros(1, tokens, dim)
     outlier = zero.clone()
@@ -75,6 +78,13 @@ def check_hard_groups(bound: BoundCodec) -> None:
         assert decoded.shape == x.shape
         assert decoded.dtype == torch.float32
         assert bool(torch.isfinite(decoded).all()), f"{bound.codec.name}: {name} slab decodes to NaN or infinity"
+        if bound.codec.relative:
+            token, norm = x.clamp(-65504.0, 65504.0), x.norm(dim=-1)
+            off, forward = (decoded - token).norm(dim=-1), (decoded * token).sum(-1)
+            assert bool(((off <= 1.42 * norm + 1e-6) & (forward >= 0)).all()), (
+                f"{bound.codec.name}: a token of the {name} slab is off by more than its norm"
+            )
+            continue
         inside = x.abs() <= 400.0  # float8 at scale 1 clamps beyond 448; what saturates is counted, not bounded
         reach = float(x.max() - x.min()) + 2.0**-4 * float(x.abs().max()) + 1e-6
         assert float(((decoded - x).abs() * inside).max()) <= reach, (
@@ -102,7 +112,7 @@ def check_signal_to_noise(bound: BoundCodec) -> None:
     """
     bits = bound.codec.bits
     least = min(6.02 * bits - 9.0, max(24.0, 3.0 * bits))
-    x = _noise((32, 1, bound.layout.page_tokens, bound.layout.dim), seed=8)
+    x = _noise((64, 1, bound.layout.page_tokens, bound.layout.dim), seed=8)
     error = bound.decode(bound.encode(x)).double() - x.double()
     signal, noise = x.double().square(), error.square()
     kept = 10.0 * float(torch.log10(signal.mean() / noise.mean()))

@@ -5,6 +5,7 @@ What a kernel reads is
 
     tile[row, column] = (sum over planes of 2^shift * code) * scale + zero
 
+where the sum may first be bent by a curve (`Tile.curve`), for levels that are not evenly spaced.
 A codec that fits this gives a `Tile` and is read by every kernel that knows tiles (kernels/triton.py); a codec that does not gives None.
 """
 
@@ -16,6 +17,8 @@ from typing import Literal
 from kvarto.layout import SlabLayout
 
 Kind = Literal["uint", "e4m3", "e5m2", "bfloat16", "float16", "float32"]
+Curve = tuple[float, float]
+"""(a, b), float16: a code of n bits stands for u (a + b u^4), u = (2 code + 1) / 2^(n - 1) - 2, which is odd about the middle of the codes."""
 BITS = {"e4m3": 8, "e5m2": 8, "bfloat16": 16, "float16": 16, "float32": 32}
 LOW_ZEROS, LOW_ZERO_STEPS, LOW_ZERO_LIMIT = 16, 4, 6
 """A zero in a scale's low bits (`Term.dtype` "low"): how many there are, into how many parts they divide a step of the codes, how far they go."""
@@ -58,11 +61,15 @@ class Term:
 
 @dataclass(frozen=True)
 class Tile:
-    """A slab as planes and terms; scale and zero, where both are there, are laid out alike."""
+    """A slab as planes and terms; scale and zero, where both are there, are laid out alike.
+
+    curve  what codes of all planes together stand for, if not for themselves; then all planes have all columns
+    """
 
     planes: tuple[Plane, ...]
     scale: Term | None = None
     zero: Term | None = None
+    curve: Curve | None = None
 
 
 def plane(layout: SlabLayout, name: str, bits: int, *, kind: Kind = "uint", shift: int = 0) -> Plane:

@@ -109,6 +109,26 @@ def test_fitted_codes_lose_no_more_than_codes_from_least_to_most(name: str, side
     assert bool((error.sqrt() <= 1.05 * bound)[held].all()), float((error.sqrt() - bound)[held].max())
 
 
+@SETTINGS
+@given(x=SLABS)
+@pytest.mark.parametrize(
+    "name", ["turbo4", "turbo3", "turbo2", "turbo4-nc", "turbo3-nc", "turbo2-nc", "turbo3.5", "turbo2.5"]
+)
+@pytest.mark.parametrize("side", list(Side))
+def test_levels_are_within_their_part_of_the_norm(name: str, side: Side, x: Tensor) -> None:
+    """Of any vector, the hardest ones included, which a rotation turns into a spike: 2 |x|^2; and corrected vectors have their length."""
+    codec = registry[name]
+    layout = codec.layout(side, 64, 64)
+    decoded, norm = codec.decode(codec.encode(x, layout), layout), x.norm(dim=-1)
+    # Float16's smallest step of a scale, times the largest level of each of 64 channels.
+    rounding = 2.0**-25 * 3 * 8
+    assert bool(((decoded - x).norm(dim=-1) <= 1.415 * norm + rounding).all())
+    if name.endswith("-nc"):
+        length, most = decoded.norm(dim=-1), 65504.0 * 8 / 3.0
+        held = norm < most  # of a spike the scale is up to 2.8 times its root mean square, and float16 ends
+        assert bool(((length - norm).abs() <= 2.0**-10 * norm + rounding)[held].all())
+
+
 def _levels(name: str, side: Side) -> Tensor:
     """Codes of each group, float64 [1, D] or [1, 1]: the last 8 key channels of each half of 64 have two bits more."""
     levels = torch.full((1, 64 if side is Side.K else 1), 2.0 ** int(registry[name].bits), dtype=torch.float64)

@@ -39,6 +39,7 @@ class Codec(ABC):
     source   paper, section or ADR that it implements
     version  raised when the bit layout or the meaning of a field changes; pages record it
     headline whether a quick study looks at it; variants that only experts ask for say False
+    relative errors are a part of a token's norm, not of a group's range: what is constant costs as much as what is not
     """
 
     name: str
@@ -46,6 +47,7 @@ class Codec(ABC):
     source: str
     version: int = 1
     headline: bool = True
+    relative: bool = False
 
     @abstractmethod
     def fields(self, side: Side, page_tokens: int, dim: int) -> Sequence[FieldSpec]:

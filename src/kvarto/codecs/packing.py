@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from kvarto.jit import available, inlined, torch
 from kvarto.layout import FieldSpec, SlabLayout
 from kvarto.tile import Plane, plane
@@ -23,7 +25,7 @@ if available("numba"):
 if TYPE_CHECKING:
     from torch import Tensor
 
-_PLANES = {8: (8,), 4: (4,), 3: (2, 1), 2: (2,)}
+_PLANES = {8: (8,), 4: (4,), 3: (2, 1), 2: (2,), 1: (1,)}
 
 
 def code_fields(bits: int, rows: int, columns: int) -> list[FieldSpec]:
@@ -80,3 +82,24 @@ def unpack_plane(plane: Tensor, width: int) -> Tensor:
 def unpack_tile(slab, low, high, bits, tile):  # type: ignore[no-untyped-def]
     """Compiled twin of `unpack`: codes at byte `low` (and their third bits at byte `high`) of slab uint8 [n] into tile float32 [rows, columns]."""
     unpack_codes(slab, low, high, bits, tile)
+
+
+@inlined
+def add_bits(slab, start, weight, row):  # type: ignore[no-untyped-def]
+    """For compiled readers: onto row float32 [n] `weight` for each bit of a plane's row, one bit a code, from byte `start` of slab uint8 on."""
+    nbytes = row.size // 8
+    for part in range(8):
+        for j in range(nbytes):
+            row[part * nbytes + j] += weight * np.float32((slab[start + j] >> part) & 1)
+
+
+@inlined
+def bend_codes(codes, place):  # type: ignore[no-untyped-def]
+    """For compiled readers: codes float32 [n] to their levels u (a + b u^4), in place (`kvarto.tile.Curve`).
+
+    place  float32 (factor, offset, a, b): u = code * factor - offset
+    """
+    for i in range(codes.size):
+        u = codes[i] * place[0] - place[1]
+        square = u * u
+        codes[i] = u * (place[2] + place[3] * (square * square))

@@ -27,6 +27,7 @@ from kvarto.kernels.triton_spec import (
     groups_of,
     has_scale,
     has_zero,
+    is_curved,
     is_float,
     kind_of,
     nbytes_of,
@@ -37,7 +38,7 @@ from kvarto.kernels.triton_spec import (
     term_per,
     weight_of_plane,
 )
-from kvarto.kernels.triton_tiles import product
+from kvarto.kernels.triton_tiles import bend, product
 from kvarto.kernels.triton_walk import HIDDEN, LOG2E
 
 FLOAT16_MAX = constexpr(65504.0)
@@ -125,6 +126,8 @@ def _columns(FIELD: constexpr, TILE: constexpr, COLUMNS: constexpr):
 def _numbers(slab, row, column, FIELD: constexpr, inside, TILE: constexpr, ROWS: constexpr, COLUMNS: constexpr):
     """Decoded numbers at rows [.., 1] and columns [1, ..] of a tile [ROWS, COLUMNS], float32 within float16's range."""
     numbers = _codes(slab, row, column, FIELD, inside, TILE)
+    if is_curved(TILE):
+        numbers = bend(numbers, TILE)
     if has_scale(TILE):
         numbers *= _term(slab, row, column, inside, TILE, False, ROWS, COLUMNS)
     if has_zero(TILE):

@@ -20,6 +20,7 @@ from kvarto.kernels.triton_spec import (
     has_low_zero,
     has_scale,
     has_zero,
+    is_curved,
     low_middle,
     nbytes_of,
     offset_of,
@@ -31,7 +32,7 @@ from kvarto.kernels.triton_spec import (
     term_per,
     words_of,
 )
-from kvarto.kernels.triton_tiles import load_pairs, load_words, read_words
+from kvarto.kernels.triton_tiles import load_high_words, load_pairs, load_words, read_words
 from kvarto.tile import LOW_ZERO_STEPS, LOW_ZEROS
 
 LOW_MASK = constexpr(LOW_ZEROS - 1)
@@ -66,7 +67,10 @@ def load_columns_of(pointers, N: constexpr, TILE: constexpr, NUMBERS: constexpr,
 
 @triton.jit
 def _load_rows(slab, first_row, ROWS: constexpr, END: constexpr, TILE: constexpr):
-    """Words of all planes and segments of rows first_row .. of a tile that has END rows: a flat tuple."""
+    """Words of all planes and segments of rows first_row .. of a tile that has END rows: a flat tuple.
+
+    A second plane of codes on a curve is loaded as `unpack_curved` takes it.
+    """
     words = ()
     for i in tl.static_range(planes_of(TILE)):
         for seg in tl.static_range(segments_of(TILE, i)):
@@ -74,6 +78,8 @@ def _load_rows(slab, first_row, ROWS: constexpr, END: constexpr, TILE: constexpr
             if not slab.dtype.is_ptr():
                 at += first_row * nbytes_of(TILE, i) + seg * 64
                 words = words + (read_words(at, ROWS, nbytes_of(TILE, i), words_of(TILE, i)),)
+            elif is_curved(TILE) & (i > 0):
+                words = words + (load_high_words(at, first_row, ROWS, END, nbytes_of(TILE, 0), words_of(TILE, 0)),)
             elif (
                 (nbytes_of(TILE, i) <= 8)
                 & (nbytes_of(TILE, i) % 2 == 0)

@@ -109,8 +109,39 @@ def fields_of(tile: Tile) -> int:
 
 @triton.constexpr_function
 def unit_of(tile: Tile) -> float:
-    """An unpacked tile times this is the codes."""
-    return 2.0**24 if tile.planes[0].kind == "uint" else 1.0
+    """An unpacked tile times this is the codes, or what they stand for."""
+    return 2.0**24 if tile.planes[0].kind == "uint" and tile.curve is None else 1.0
+
+
+@triton.constexpr_function
+def is_curved(tile: Tile) -> bool:
+    """Codes stand for levels on a curve."""
+    return tile.curve is not None
+
+
+@triton.constexpr_function
+def curve_of(tile: Tile, i: int) -> float:
+    """Coefficient i of the curve."""
+    assert tile.curve is not None
+    return tile.curve[i]
+
+
+@triton.constexpr_function
+def code_bits_of(tile: Tile) -> int:
+    """Bits of a code, of all planes together."""
+    return sum(plane.bits for plane in tile.planes)
+
+
+@triton.constexpr_function
+def operands_of(tile: Tile) -> int:
+    """How many planes are operands of products of their own: on a curve they are one."""
+    return len(tile.planes) if tile.curve is None else 1
+
+
+@triton.constexpr_function
+def is_weighted(tile: Tile, i: int) -> bool:
+    """Fields of plane i are unpacked with factors, which the other operand undoes."""
+    return tile.planes[i].bits < 8 and tile.curve is None
 
 
 @triton.constexpr_function
@@ -180,6 +211,17 @@ def group_rows_of(tile: Tile, rows: int) -> int:
     return 1 << max(4, (count - 1).bit_length())
 
 
+@triton.constexpr_function
+def float16_pair(number: float) -> int:
+    """A normal float16 number, twice, as the bits of a word."""
+    sign, exponent, fraction = 0x8000 if number < 0 else 0, 15, abs(number)
+    while fraction >= 2:
+        exponent, fraction = exponent + 1, fraction / 2
+    while fraction < 1:
+        exponent, fraction = exponent - 1, fraction * 2
+    return (sign | exponent << 10 | int((fraction - 1) * 1024)) * 0x10001
+
+
 # PTX from a word $1 of packed codes to a word $0 of two 16-bit floats; triton_tiles.py says in plain operations what each computes.
 
 
@@ -213,3 +255,26 @@ lop3.b32 t, $1, {mask:#x}, 0x64006400, 0xEA;
 mov.b32 w, {weight:#x};
 mov.b32 m, {minus:#x};
 fma.rn.f16x2 $0, t, w, m; }}"""
+
+
+@triton.constexpr_function
+def curve_assembly(tile: Tile, field: int, bits: int) -> str:
+    """Field `field`, `bits` wide, of the low byte of each half of a word that was shifted left by one, as levels: u (a + b u^4) of `Tile.curve`.
+
+    The bit below the code is set: behind the leading one of 1024 stands then (2 code + 1) / 2, and u is one multiply-add away, exactly.
+    """
+    code_bits = sum(plane.bits for plane in tile.planes)
+    weight = 2.0 ** (1 - code_bits - bits * field)
+    assert tile.curve is not None
+    a, b = tile.curve
+    numbers = {"w": weight, "m": -(1024.0 * weight + 2.0), "a": a, "b": b}
+    mask, base = ((1 << code_bits) - 1 << bits * field + 1) * 0x10001, 0x64006400 | (1 << bits * field) * 0x10001
+    moves = "\n".join(f"mov.b32 {name}, {float16_pair(number):#x};" for name, number in numbers.items())
+    return f"""{{ .reg .b32 u, t, w, m, a, b;
+{moves}
+lop3.b32 u, $1, {mask:#x}, {base:#x}, 0xEA;
+fma.rn.f16x2 u, u, w, m;
+mul.rn.f16x2 t, u, u;
+mul.rn.f16x2 t, t, t;
+fma.rn.f16x2 t, t, b, a;
+mul.rn.f16x2 $0, t, u; }}"""

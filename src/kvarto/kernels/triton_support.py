@@ -20,8 +20,13 @@ def why_not(side: Side, tile: Tile, dim: int) -> str | None:
     for plane in tile.planes:
         if plane.kind == "float32":
             return "float32 values: tensor cores have no such operand"
+        if tile.curve is not None and plane.bits > 4:
+            return f"codes of {plane.bits} bits on a curve"
         if side is Side.V and (plane.row_nbytes < 8 or plane.row_nbytes & (plane.row_nbytes - 1)):
             return f"rows of {plane.row_nbytes} bytes"
+    low = tile.planes[0]
+    if tile.curve is not None and len(tile.planes) > 1 and (low.row_nbytes % 8 or low.row_nbytes < 16):
+        return f"codes of several planes on a curve, {low.row_nbytes} bytes in a row: only multiples of 8 from 16 on"
     per = None if tile.scale is None else tile.scale.per
     if side is Side.V and per == "row":
         return "a scale for each channel of all tokens"
@@ -46,6 +51,8 @@ def copying_programs(layout: PageLayout) -> int:
 def _reads_whole(tile: Tile, layout: SlabLayout) -> bool:
     """Every load of the tile is whole and on a multiple of its own size: nothing has to be masked."""
     rows, _ = layout.tile_shape
+    if tile.curve is not None and len(tile.planes) > 1:
+        return False  # lanes share words of the second plane
     if rows < 16 or rows & (rows - 1) or not all(_is_whole(plane) for plane in tile.planes):
         return False
     return all(

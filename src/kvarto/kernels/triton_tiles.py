@@ -25,7 +25,19 @@ from triton.language import constexpr
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvarto.kernels.triton_shared import lanes, read
-from kvarto.kernels.triton_spec import BFLOAT16, E5M2, UINT, byte_pair_assembly, exact_assembly, field_assembly
+from kvarto.kernels.triton_spec import (
+    BFLOAT16,
+    E5M2,
+    UINT,
+    bits_of,
+    byte_pair_assembly,
+    code_bits_of,
+    curve_assembly,
+    curve_of,
+    exact_assembly,
+    field_assembly,
+    planes_of,
+)
 
 _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
@@ -87,6 +99,21 @@ def load_words(slab, first_row, ROWS: constexpr, END: constexpr, NBYTES: constex
             else:
                 words = tl.load(pointers)
     return words
+
+
+@triton.jit
+def load_high_words(slab, first_row, ROWS: constexpr, END: constexpr, NBYTES: constexpr, W: constexpr):
+    """For each word of two-bit codes that `load_words` gives (of rows of NBYTES bytes, a multiple of 8), the word that holds their third bits.
+
+    That of a code in field f is bit 2 f of its byte: a row of third bits is half as long, so a word has those of two words of codes, and each lane
+    loads what it needs. `slab` is where the plane of third bits begins. int32 [ROWS, W].
+    """
+    HALF: constexpr = NBYTES // 8
+    rows = first_row + tl.arange(0, ROWS)[:, None]
+    word = tl.max_contiguous(tl.arange(0, W), W // 4)[None, :]
+    pointers = slab.to(tl.pointer_type(tl.int32)) + rows * HALF + tl.where(word >= HALF, word - HALF, word)
+    words = tl.load(pointers, mask=(rows < END) & (word < 2 * HALF), other=0)
+    return words >> tl.where(word >= HALF, 1, 0)
 
 
 @triton.jit
@@ -193,6 +220,56 @@ def unpack(words, ROWS: constexpr, W: constexpr, KIND: constexpr, BITS: constexp
 def unpack_exact(words, ROWS: constexpr, W: constexpr, BITS: constexpr):
     """`unpack` of unsigned codes of less than 8 bits, as the codes themselves."""
     return ordered(_fields(words, W, BITS, True), ROWS, W, BITS)
+
+
+@triton.jit
+def unpack_curved(words, high, ROWS: constexpr, W: constexpr, TILE: constexpr):
+    """`unpack` of codes that stand for levels on a curve: the levels, float16. `high`: their third bits (`load_high_words`), if there are such.
+
+    Codes of two planes are first put together, as 3 of 4 bits: fields 0 and 2 of each byte of `words` in one word, fields 1 and 3 in another.
+    """
+    if planes_of(TILE) == 2:
+        even = (words & 0x33333333) | ((high << 2) & 0x44444444)
+        odd = ((words >> 2) & 0x33333333) | (high & 0x44444444)
+        tile = tl.join(
+            tl.join(_curved_bytes(even, 0, W, 4, TILE), _curved_bytes(odd, 0, W, 4, TILE)),
+            tl.join(_curved_bytes(even, 1, W, 4, TILE), _curved_bytes(odd, 1, W, 4, TILE)),
+        )
+    elif bits_of(TILE, 0) == 4:
+        tile = tl.join(_curved_bytes(words, 0, W, 4, TILE), _curved_bytes(words, 1, W, 4, TILE))
+    else:
+        tile = tl.join(
+            tl.join(_curved_bytes(words, 0, W, 2, TILE), _curved_bytes(words, 1, W, 2, TILE)),
+            tl.join(_curved_bytes(words, 2, W, 2, TILE), _curved_bytes(words, 3, W, 2, TILE)),
+        )
+    return ordered(tile, ROWS, W, bits_of(TILE, 0))
+
+
+@triton.jit
+def _curved_bytes(words, F: constexpr, W: constexpr, BITS: constexpr, TILE: constexpr):
+    """`_bytes` as levels."""
+    tile = _curved(words << 1, F, BITS, TILE)
+    if W > 2:
+        tile = tl.join(tile, _curved(words >> 7, F, BITS, TILE))
+    return tile
+
+
+@triton.jit
+def _curved(words, F: constexpr, BITS: constexpr, TILE: constexpr):
+    """Field F of bits 1 .. 8 of each half as levels, float16 [..., 2]."""
+    if _INTERPRETED:
+        codes = halves((words >> (BITS * F + 1)) & ((1 << code_bits_of(TILE)) - 1) * 0x10001, UINT)
+        numbers = bend(codes.to(tl.float32) * 16777216.0, TILE).to(tl.float16)  # subnormal codes to whole ones
+    else:
+        numbers = halves(_assembled(words, curve_assembly(TILE, F, BITS)), UINT)
+    return numbers
+
+
+@triton.jit
+def bend(codes, TILE: constexpr):
+    """Codes as the levels that they stand for, float32 (`Tile.curve`)."""
+    u = codes * (4.0 / (1 << code_bits_of(TILE))) + (2.0 / (1 << code_bits_of(TILE)) - 2.0)
+    return u * (curve_of(TILE, 0) + curve_of(TILE, 1) * (u * u * u * u))
 
 
 @triton.jit

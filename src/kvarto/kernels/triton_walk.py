@@ -7,6 +7,7 @@ channel-major, so that V^T p has channels as the rows. The terms of the affine t
        column zero                  q . zero, one more product           column zero                sum of p * zero, one number a row
        row scale, row zero          after the product
 
+Codes that stand for levels on a curve (TurboQuant) are read as levels, five more instructions for two numbers, all planes at once.
 Where several groups of channels have terms of their own (KIVI), values are decoded to float16 instead, two more instructions for two numbers.
 q is brought to magnitudes of at most 1/2 and p times its scale to at most 2^12, so that all of these are safe in float16; the powers of two are
 undone in float32. A side is described by a constant, its Tile (triton_spec.py).
@@ -30,8 +31,11 @@ from kvarto.kernels.triton_spec import (
     groups_of,
     has_scale,
     has_zero,
+    is_curved,
+    is_weighted,
     kind_of,
     nbytes_of,
+    operands_of,
     planes_of,
     term_per,
     unit_of,
@@ -39,7 +43,7 @@ from kvarto.kernels.triton_spec import (
     width_of,
     words_of,
 )
-from kvarto.kernels.triton_tiles import product, unpack, unpack_exact
+from kvarto.kernels.triton_tiles import product, unpack, unpack_curved, unpack_exact
 
 P_LIMIT = tl.constexpr(4096.0)
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -83,31 +87,45 @@ def _repeat(tile, N: constexpr, COLUMNS: constexpr):
 
 
 @triton.jit
-def _product(scores, words, part, scales, I: constexpr, ROWS: constexpr, TILE: constexpr, N: constexpr, SCALED: constexpr):  # fmt: skip
-    """scores [ROWS, N] plus the product of one segment of plane I with its part of q [* scales]."""
+def _operand(words, AT: constexpr, I: constexpr, ROWS: constexpr, TILE: constexpr):
+    """words[AT], of plane I, unpacked: codes, or levels on a curve, of which the plane after it holds more bits, if there is one."""
+    if is_curved(TILE):
+        HIGH: constexpr = 1 if planes_of(TILE) == 2 else AT
+        tile = unpack_curved(words[AT], words[HIGH], ROWS, words_of(TILE, I), TILE)
+    else:
+        tile = unpack(words[AT], ROWS, words_of(TILE, I), kind_of(TILE, I), bits_of(TILE, I))
+    return tile
+
+
+@triton.jit
+def _product(
+    scores, words, part, scales, AT: constexpr, I: constexpr, ROWS: constexpr, TILE: constexpr, N: constexpr,
+    SCALED: constexpr,
+):  # fmt: skip
+    """scores [ROWS, N] plus the product of words[AT], one segment of plane I, with its part of q [* scales]."""
     W: constexpr = words_of(TILE, I)
     COLUMNS: constexpr = width_of(TILE, I)
     if SCALED:
         part = part * _repeat(scales, N, COLUMNS)
     part = to_codes(part, N, COLUMNS, W, bits_of(TILE, I))
-    if bits_of(TILE, I) < 8:
+    if is_weighted(TILE, I):
         weight = weight_of(tl.arange(0, COLUMNS), W, bits_of(TILE, I)) * weight_of_plane(TILE, I)
         part = part * weight[None, :].to(tl.float16)
-    return product(unpack(words, ROWS, W, kind_of(TILE, I), bits_of(TILE, I)), by_column(part, N, COLUMNS), scores)
+    return product(_operand(words, AT, I, ROWS, TILE), by_column(part, N, COLUMNS), scores)
 
 
 @triton.jit
 def _products(words, q, terms, GROUP: constexpr, ROWS: constexpr, TILE: constexpr, N: constexpr, SCALED: constexpr):  # fmt: skip
-    """Sum over planes and segments of unpacked codes . q [* scales]: float32 [ROWS, N]; times `unit_of` it is that of the codes."""
+    """Sum over planes and segments of unpacked codes or levels . q [* scales]: float32 [ROWS, N]; times `unit_of` it is that of the codes."""
     ALL: constexpr = first_part(TILE, planes_of(TILE))
     scores = tl.zeros((ROWS, N), tl.float32)
-    for i in tl.static_range(planes_of(TILE)):
+    for i in tl.static_range(operands_of(TILE)):
         for at in tl.static_range(first_part(TILE, i), first_part(TILE, i + 1)):
             if SCALED:
                 scales = terms[GROUP * 2 * ALL + at]
             else:
                 scales = q[at]
-            scores = _product(scores, words[GROUP * ALL + at], q[at], scales, i, ROWS, TILE, N, SCALED)
+            scores = _product(scores, words, q[at], scales, GROUP * ALL + at, i, ROWS, TILE, N, SCALED)
     return scores
 
 
@@ -154,19 +172,19 @@ def _page_scores(words, terms, q, q_sum, gain, TILE: constexpr, S: constexpr, N:
 @triton.jit
 def _page_values(acc, words, p, ROWS: constexpr, TILE: constexpr, N: constexpr):
     """acc float32 [ROWS, N] plus V^T p; p float32 [S, N], scale included."""
-    for i in tl.static_range(planes_of(TILE)):
+    for i in tl.static_range(operands_of(TILE)):
         for at in tl.static_range(first_part(TILE, i), first_part(TILE, i + 1)):
-            acc = _values(acc, words[at], p, i, at - first_part(TILE, i), ROWS, TILE, N)
+            acc = _values(acc, words, p, at, i, at - first_part(TILE, i), ROWS, TILE, N)
     return acc
 
 
 @triton.jit
-def _values(acc, words, p, I: constexpr, SEG: constexpr, ROWS: constexpr, TILE: constexpr, N: constexpr):  # fmt: skip
-    """`_page_values` for one segment of plane I."""
+def _values(acc, words, p, AT: constexpr, I: constexpr, SEG: constexpr, ROWS: constexpr, TILE: constexpr, N: constexpr):  # fmt: skip
+    """`_page_values` for words[AT], one segment of plane I."""
     W: constexpr = words_of(TILE, I)
-    tile = unpack(words, ROWS, W, kind_of(TILE, I), bits_of(TILE, I))
+    tile = _operand(words, AT, I, ROWS, TILE)
     part = to_fragment_order(p, N, SEG, nbytes_of(TILE, I), W, bits_of(TILE, I))
-    if planes_of(TILE) > 1:
+    if is_weighted(TILE, I) & (planes_of(TILE) > 1):
         weight = weight_of(tl.arange(0, width_of(TILE, I)), W, bits_of(TILE, I)) * weight_of_plane(TILE, I)
         part *= weight[:, None]
     return product(tile, part.to(tile.dtype), acc)
@@ -300,7 +318,7 @@ def walk(pages, table, first, end, q_pointers, t, t_low, t_high, scale, softcap,
                 largest = tl.maximum(top_scale, v_terms[2 if has_zero(V) else 1])
                 shrink = shrink * (top_scale / largest)
                 top_scale = largest
-                if planes_of(V) == 1:
+                if (planes_of(V) == 1) & (not is_curved(V)):
                     scales *= token_weights(S, nbytes_of(V, 0), bits_of(V, 0))[:, None]
                 weighted = p * (scales * (P_LIMIT / largest))
             new_acc = new_acc + (_page_values(acc[0] * shrink[None, :], v_words, weighted, ROWS, V, N),)

@@ -40,6 +40,9 @@ def signal_to_noise_db(name: str, side: Side, x: Tensor) -> float:
         ("int4", Side.V, 20.4),
         ("int3", Side.V, 14.4),
         ("int2", Side.V, 9.2),
+        ("turbo4", Side.K, 20.31),
+        ("turbo3", Side.V, 14.69),
+        ("turbo2", Side.K, 9.36),
     ],
 )
 def test_distortion_of_a_gaussian(name: str, side: Side, expected_db: float) -> None:
@@ -97,6 +100,12 @@ def signal_error(x: Tensor, name: str) -> float:
         ("kivi2", 128, 2.5, 3.0),
         ("kivi4-g32", 128, 5.0, 5.0),
         ("kivi2-g32", 128, 3.0, 3.0),
+        ("turbo4", 128, 4.125, 4.125),
+        ("turbo3", 64, 3.25, 3.25),
+        ("turbo2", 256, 2.0625, 2.0625),
+        ("turbo4-qjl", 128, 4.25, 4.25),
+        ("turbo3.5", 128, 3.5, 3.5),
+        ("turbo2.5", 128, 2.5, 2.5),
     ],
 )
 def test_effective_bits(name: str, dim: int, k_bits: float, v_bits: float) -> None:

@@ -17,7 +17,15 @@ from kvarto.layout import Side
 
 @pytest.mark.parametrize(
     ("name", "limit"),
-    [("fp16", 65504), ("fp8", 448), ("fp8_e5m2", 57344), ("int8", 65504), ("kivi2", 65504), ("int4", 65504)],
+    [
+        ("fp16", 65504),
+        ("fp8", 448),
+        ("fp8_e5m2", 57344),
+        ("int8", 65504),
+        ("kivi2", 65504),
+        ("int4", 65504),
+        ("turbo3", 65504),
+    ],
 )
 def test_elements_beyond_the_range(name: str, limit: float) -> None:
     x = torch.randn(2, 64, 32)

@@ -51,6 +51,9 @@ def assert_same_bits(got: Partial, expected: Partial) -> None:
         ("fp8", 1, 256, 256, 16),
         ("int8/int4", 2, 64, 128, 7),
         ("kivi2", 1, 128, 128, 5),
+        ("turbo4", 2, 128, 96, 4),
+        ("turbo3/turbo2", 1, 80, 256, 2),
+        ("turbo2.5/turbo3.5", 1, 128, 64, 4),
         ("fp32", 1, 40, 24, 2),
     ],
 )

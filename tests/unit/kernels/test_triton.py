@@ -197,7 +197,11 @@ def _is_read(page: int, query_tokens: range, rule: Rule, is_raw: bool) -> bool:
 # ---- codecs and geometries -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [name for name in registry if name != "fp32"])
+# Float32, and what is no tile.
+UNREAD = {"fp32", "turbo4-qjl", "turbo3-qjl", "turbo3.5", "turbo2.5"}
+
+
+@pytest.mark.parametrize("name", [name for name in registry if name not in UNREAD])
 def test_every_codec(name: str) -> None:
     case(name, "fp16", Geometry(1, 128, 128)).check()
 
@@ -226,6 +230,13 @@ def test_raw_pages_alone(name: str, counts: Sequence[int]) -> None:
         ("int2", Geometry(1, 64, 64, 32), 4, (1, 3)),
         ("int4", Geometry(1, 64, 64, 128), 4, (1, 1)),
         ("kivi2", Geometry(1, 64, 64, 128), 4, (1, 1)),  # Two groups of tokens.
+        ("turbo4", Geometry(1, 256, 80), 4, (1, 2)),
+        ("turbo4/turbo3", Geometry(1, 80, 96), 3, (1, 1)),
+        ("turbo3", Geometry(1, 96, 80), 2, (2, 1)),
+        ("turbo3", Geometry(1, 256, 64, 128), 4, (1, 1)),
+        ("turbo3/turbo2", Geometry(1, 64, 256, 32), 8, (1, 1)),
+        ("turbo2", Geometry(2, 80, 64), 4, (1, 1)),
+        ("turbo2/turbo4", Geometry(1, 24, 40, 32), 4, (1, 1)),
     ],
 )
 def test_geometries(text: str, geometry: Geometry, R: int, counts: Sequence[int]) -> None:
@@ -359,6 +370,8 @@ def test_sinks_windows_and_sliding_windows(rule: Rule, R: int, counts: Sequence[
         ("kivi2-g32", Geometry(1, 64, 64, 32), 4),
         ("fp8_e5m2-token", Geometry(1, 256, 64), 1),
         ("bf16", Geometry(1, 64, 80), 1),
+        ("turbo4/turbo2", Geometry(1, 64, 80), 2),
+        ("turbo3", Geometry(1, 96, 64), 1),
     ],
 )
 def test_prefill_beside_decode(text: str, geometry: Geometry, R: int) -> None:
@@ -411,13 +424,14 @@ def test_keys_with_large_biases(name: str) -> None:
 
 
 @pytest.mark.parametrize("size", [1e-3, 1e3])
-@pytest.mark.parametrize("name", ["int4", "kivi2", "fp8_e5m2"])
+@pytest.mark.parametrize("name", ["int4", "kivi2", "fp8_e5m2", "turbo2"])
 def test_small_and_large_values(name: str, size: float) -> None:
     case(name, "fp16", SMALL, (65, 200), R=2, values=lambda v: v * size).check()
 
 
 @pytest.mark.parametrize(
-    ("name", "gap"), [("int4", 0.0), ("int4", 11.0), ("int3", 11.0), ("fp8_e5m2-token", 11.0), ("kivi4", 11.0)]
+    ("name", "gap"),
+    [("int4", 0.0), ("int4", 11.0), ("int3", 11.0), ("fp8_e5m2-token", 11.0), ("kivi4", 11.0), ("int4/turbo3", 11.0)],
 )
 @pytest.mark.parametrize("sizes", [(1e-3, 1e3, 1.0), (1e3, 1e-3, 1.0)])
 def test_pages_of_widely_different_scales(name: str, sizes: tuple[float, ...], gap: float) -> None:
@@ -508,6 +522,11 @@ def test_refusals_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reason("int4", "kivi2") is None
     assert reason("fp32", "int4") == "K: float32 values: tensor cores have no such operand"
     assert reason("int4", "fp32") == "V: float32 values: tensor cores have no such operand"
+    assert reason("turbo3", "turbo3") is None
+    assert reason("turbo3", "int4", Geometry(1, 80, 64)) == (
+        "K: codes of several planes on a curve, 20 bytes in a row: only multiples of 8 from 16 on"
+    )
+    assert reason("turbo4-qjl", "turbo4") == "the K codec has no tile"
     assert reason("int8", Untiled("untiled", 8, "test")) == "the V codec has no tile"
     assert reason(Untiled("untiled", 8, "test"), "int8") == "the K codec has no tile"
     assert reason("int8", "int8", Geometry(1, 64, 64, 96)) == "pages of 96 tokens: only 32, 64 or 128"

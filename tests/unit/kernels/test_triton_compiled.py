@@ -43,6 +43,8 @@ EXPECTED = {
     "int4": Expected(76, 32, 1200),
     "int8": Expected(64, 32, 900),
     "fp8": Expected(64, 32, 1050),
+    "turbo4+": Expected(64, 60, 2350),
+    "turbo3": Expected(64, 32, 2700),
 }
 
 

@@ -135,7 +135,7 @@ def assert_same(case: Case, got: Tensor, expected: Tensor) -> None:
 
 
 @pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("name", list(registry))
+@pytest.mark.parametrize("name", [name for name in registry if not name.startswith("turbo")])
 def test_bytes_are_those_of_the_codec(name: str, dim: int) -> None:
     check(case(registry[name], registry[name], Geometry(2, dim, dim)))
 

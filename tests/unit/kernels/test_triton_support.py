@@ -18,7 +18,9 @@ def copied(name: str, dim: int = 128, page_tokens: int = 64) -> bool:
     return can_copy(layout, k, v)
 
 
-@pytest.mark.parametrize("name", ["int4", "int3", "int2", "kivi4", "kivi2", "int4/kivi2", "int8", "fp8"])
+@pytest.mark.parametrize(
+    "name", ["int4", "int3", "int2", "kivi4", "kivi2", "int4/kivi2", "int8", "fp8", "turbo4", "turbo2"]
+)
 def test_shipped_formats(name: str) -> None:
     assert copied(name)
 
@@ -30,6 +32,10 @@ def test_programs_that_have_room(name: str, programs: int) -> None:
 
 def test_slabs_that_have_no_room() -> None:
     assert not copied("int8", 256, 128)
+
+
+def test_lanes_that_share_words_are_not_copied_ahead() -> None:
+    assert not copied("turbo3")
 
 
 def test_rows_of_8_bytes_are_read_in_pairs() -> None:
