@@ -65,7 +65,8 @@ def _store_plane(codes, slab, INDEX: tl.constexpr, P: tl.constexpr):
     row = row_places(P)
     at = slab + P.planes[INDEX].offset + row * P.planes[INDEX].row_nbytes
     if len(P.planes[INDEX].some) > 0 and len(P.planes[INDEX].runs) == 0:
-        for byte in tl.static_range(P.planes[INDEX].row_nbytes):
+        nbytes: tl.constexpr = P.planes[INDEX].row_nbytes
+        for byte in tl.static_range(nbytes):
             tl.store(at + byte, _pack_byte(codes, byte, INDEX, P).to(tl.uint8), mask=row < P.rows)
     else:
         packed = _pack_runs(codes, INDEX, P) if len(P.planes[INDEX].some) > 0 else _pack(codes, P.planes[INDEX].bits, P)

@@ -74,10 +74,12 @@ def load_words(slab, first_row, ROWS: constexpr, END: constexpr, NBYTES: constex
     """
     rows = first_row + tl.arange(0, ROWS)[:, None]
     if W == 1:
-        lane = tl.arange(0, 4)[None, :]
-        low = tl.load(slab + rows * NBYTES + lane * 0, mask=rows < END, other=0).to(tl.int32)
-        high = tl.load(slab + rows * NBYTES + lane * 0 + 1, mask=(rows < END) & (NBYTES == 2), other=0).to(tl.int32)
-        words = own_bits(low | (high << 8))
+        # Without the hint rows of one byte would be loaded several at once, by lanes that do not need them.
+        byte = tl.max_contiguous(first_row + tl.arange(0, ROWS), 1)[:, None] * NBYTES + tl.arange(0, 4)[None, :] * 0
+        pairs = tl.load(slab + byte, mask=rows < END, other=0).to(tl.int32)
+        if NBYTES == 2:
+            pairs |= tl.load(slab + byte + 1, mask=rows < END, other=0).to(tl.int32) << 8
+        words = own_bits(pairs)
     elif W == 2:
         byte = 2 * tl.max_contiguous(tl.arange(0, 4), 1)[None, :]
         low = tl.load(slab + rows * NBYTES + byte, mask=(rows < END) & (byte < NBYTES), other=0).to(tl.int32)

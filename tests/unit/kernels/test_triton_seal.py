@@ -212,7 +212,7 @@ def test_refusals_say_why() -> None:
 
     assert reason("int4", Geometry(1, 64, 64)) is None
     assert reason("int4", Geometry(1, 64, 64, 96)) == "K: a page of 96 tokens is not a power of two"
-    assert reason("int4", Geometry(1, 72, 64)) == "K: a plane's columns are not runs of a sixteenth of 72"
+    assert reason("int4", Geometry(1, 72, 64)) is None
     assert reason("int8", Geometry(1, 64, 1024)) == "V: a slab of 1024 x 64 is more than 32768 numbers"
     assert reason("int8", Geometry(1, 64, 64), raw="int8") == "K: the raw pages are not of a raw codec"
     three = replace(registry["fp8-head"], scales=(1.0, 2.0, 3.0))
@@ -226,7 +226,9 @@ def test_refusals_say_why() -> None:
 @gpu
 @pytest.mark.parametrize("name", list(registry))
 def test_the_reference_gives_the_same_bytes_on_a_gpu(name: str) -> None:
-    made = case(registry[name], registry[name], Geometry(2, 96, 80))
+    odd = Geometry(2, 96, 80)
+    refused = any(registry[name].refuses(side, odd.page_tokens, odd.dim(side)) for side in Side)
+    made = case(registry[name], registry[name], Geometry(2, 128, 64) if refused else odd)
     there = replace(made, k=made.k.cuda(), v=made.v.cuda())
     assert_same(made, there.pages.cpu(), made.pages)
 
