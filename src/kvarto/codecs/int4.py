@@ -5,12 +5,12 @@
 
 Keys: a channel of a page is nearly constant where RoPE turns slowly (the bias of Qwen2 models, up to hundreds, sits there, arXiv 2502.01563), so
 each channel has a scale and a zero of its own, as in KIVI. The channels that turn slowest also carry most of a score's error, the same ones on every
-model that rotates halves; they get more bits: int4 one more for an eighth of the channels, int3 and int2 two more for a quarter. They are the
-last ones of each half (of a partly rotated head too, nearly).
+model that rotates halves; they get more bits: int4 one more for an eighth of the channels (16 at least), int3 and int2 two more for a quarter. They
+are the last ones of each half (of a partly rotated head too, nearly).
 Values: what errors remain are averaged by the softmax, so a rotation (QuaRot) and one scale for each token suffice.
 Scales are fitted by least squares between roundings (affine.refine) and keep the variance of their group, so that scores do not shrink.
 
-Bits at S = 64: K b + 0.375 + 0.125 (int4) or 0.5 (int3, int2); V b + 16 / D. int4 at D = 128: 4.3125, of which 3.71 go into bf16's room.
+Bits at S = 64: K b + 0.375 + 0.125 (int4, from D = 128 on) or 0.5 (int3, int2); V b + 16 / D. int4 at D = 128: 4.3125, 3.71 times fewer than bf16.
 Measured against KIVI and others in docs/adr/0010-lean-int4.md.
 Sources: KIVI, arXiv 2402.02750; QuaRot, arXiv 2404.00456; ADR 0004, ADR 0010.
 """
@@ -152,8 +152,9 @@ class PageInt(Codec):
         return read_keys
 
     def slow_channels(self, dim: int) -> list[int]:
-        """The channels that RoPE turns slowest, the end of each half: one in `slow_share`, in whole bytes of `slow_bits`, 8 at least."""
-        each = 4 // self.slow_bits * max(1, dim * self.slow_bits // (8 * self.slow_share))
+        """The channels that RoPE turns slowest, the end of each half: one in `slow_share`, in two bytes a token at least."""
+        of_a_byte = 4 // self.slow_bits
+        each = max(of_a_byte * max(1, dim * self.slow_bits // (8 * self.slow_share)), 8 // self.slow_bits)
         half = dim // 2
         return [*range(half - each, half), *range(dim - each, dim)]
 

@@ -32,7 +32,7 @@ def column_of(position, SEG: constexpr, NBYTES: constexpr, W: constexpr, BITS: c
     lane = (position >> 2) & 3
     rest = position >> 4
     if W == 1:
-        column = tl.where(pair < NBYTES, (2 * lane + odd) * NBYTES + pair, 1 << 30)
+        column = position
     elif W == 2:
         byte = 2 * lane + pair
         column = tl.where(byte < NBYTES, (odd + 2 * rest) * NBYTES + byte, 1 << 30)
@@ -67,7 +67,7 @@ def load_columns(
     KIND      of the numbers: FLOAT16, BFLOAT16, or SHORT (bytes, the upper ones of float16); NBYTES, W and BITS are those of the codes
     """
     if W == 1:
-        tile = _load_sixteen(pointers, N, NBYTES, KIND, FIRST, COUNT, SECOND)
+        tile = _load_sixteen(pointers, N, KIND, FIRST, COUNT, SECOND)
     elif W == 2:
         tile = _load_small(pointers, N, NBYTES, BITS, KIND, FIRST, COUNT, SECOND)
     elif (NBYTES % 4 != 0) | (FIRST != 0) | (SECOND != 0):
@@ -173,14 +173,10 @@ def _load_chunk(
 
 
 @triton.jit
-def _load_sixteen(
-    pointers, N: constexpr, NBYTES: constexpr, KIND: constexpr, FIRST: constexpr, COUNT: constexpr, SECOND: constexpr
-):  # fmt: skip
+def _load_sixteen(pointers, N: constexpr, KIND: constexpr, FIRST: constexpr, COUNT: constexpr, SECOND: constexpr):
     """`load_columns` for W = 1: [N, 16]."""
     if pointers.dtype.is_ptr():
-        column = column_of(tl.arange(0, 16), 0, NBYTES, 1, 1)[None, :]
-        channel = _channel_of(column, FIRST, COUNT, SECOND)
-        tile = _float(tl.load(pointers + channel, mask=column < (1 << 30), other=0), KIND)
+        tile = _float(tl.load(pointers + _channel_of(tl.arange(0, 16)[None, :], FIRST, COUNT, SECOND)), KIND)
     else:  # a lane's four channels are neighbours
         tl.static_assert(KIND == SHORT)
         four = lanes(pointers, 0, 0) + _channel_of(4 * tl.arange(0, 4)[None, :], FIRST, COUNT, SECOND)

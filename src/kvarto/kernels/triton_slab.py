@@ -32,7 +32,7 @@ from kvarto.kernels.triton_spec import (
     term_per,
     words_of,
 )
-from kvarto.kernels.triton_tiles import load_high_words, load_pairs, load_words, read_words
+from kvarto.kernels.triton_tiles import load_bits, load_high_words, load_pairs, load_words, read_words
 from kvarto.tile import LOW_ZERO_STEPS, LOW_ZEROS
 
 LOW_MASK = constexpr(LOW_ZEROS - 1)
@@ -78,6 +78,8 @@ def _load_rows(slab, first_row, ROWS: constexpr, END: constexpr, TILE: constexpr
             if not slab.dtype.is_ptr():
                 at += first_row * nbytes_of(TILE, i) + seg * 64
                 words = words + (read_words(at, ROWS, nbytes_of(TILE, i), words_of(TILE, i)),)
+            elif words_of(TILE, i) == 1:
+                words = words + (load_bits(at, first_row, ROWS, END),)
             elif is_curved(TILE) & (i > 0):
                 words = words + (load_high_words(at, first_row, ROWS, END, nbytes_of(TILE, 0), words_of(TILE, 0)),)
             elif (
@@ -86,7 +88,7 @@ def _load_rows(slab, first_row, ROWS: constexpr, END: constexpr, TILE: constexpr
                 & (END % ROWS == 0)
                 & (offset_of(TILE, i) % 2 == 0)
             ):
-                words = words + (load_pairs(at, first_row, ROWS, nbytes_of(TILE, i), words_of(TILE, i)),)
+                words = words + (load_pairs(at, first_row, ROWS, nbytes_of(TILE, i)),)
             else:
                 words = words + (load_words(at, first_row, ROWS, END, nbytes_of(TILE, i), seg, words_of(TILE, i)),)
     return words

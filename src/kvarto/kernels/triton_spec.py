@@ -69,7 +69,7 @@ def columns_second(tile: Tile, i: int) -> int:
 def words_of(tile: Tile, i: int) -> int:
     """W of plane i: 1, 2, 4, 8 or 16 words (triton_tiles.py)."""
     nbytes = tile.planes[i].row_nbytes
-    if nbytes <= 2 and tile.planes[i].bits == 1:
+    if nbytes == 2 and tile.planes[i].bits == 1:
         return 1
     return 2 if nbytes <= 8 else 4 if nbytes <= 16 else 8 if nbytes <= 32 else 16
 
@@ -84,7 +84,7 @@ def segments_of(tile: Tile, i: int) -> int:
 def width_of(tile: Tile, i: int) -> int:
     """Columns of a segment of plane i, padding included."""
     nbytes, bits = tile.planes[i].row_nbytes, tile.planes[i].bits
-    if nbytes <= 2 and bits == 1:
+    if nbytes == 2 and bits == 1:
         return 16
     return 64 // bits if nbytes <= 8 else (4 if nbytes <= 16 else 8 if nbytes <= 32 else 16) * 32 // bits
 

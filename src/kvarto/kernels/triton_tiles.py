@@ -12,8 +12,8 @@ nothing. That is speed only: in an interpreter, or another version, the same cod
 **Codes without arithmetic.** A code masked out of a word into the low ten bits of a half is a subnormal float16: code * 2^-24, and 2^(bits f)
 times that in field f of its byte. Tensor cores take subnormals at full speed; the factors go into the other operand, or to the end.
 
-Rows of up to 8 bytes have W = 2: each lane of the quad owns two bytes. Rows of one or two bytes of single bits have W = 1: each lane owns two bits of
-either byte, and the fragment order of two bytes is the natural one. Longer rows are padded to a power of two words, and cut into segments of
+Rows of up to 8 bytes have W = 2: each lane of the quad owns two bytes. Rows of two bytes of single bits have W = 1: each lane owns two bits of
+either byte, and the fragment order is the natural one. Longer rows are padded to a power of two words, and cut into segments of
 16 words (64 bytes). KIND is one of the constants below, BITS the width of a code.
 """
 
@@ -70,17 +70,10 @@ def product(a, b, total):
 def load_words(slab, first_row, ROWS: constexpr, END: constexpr, NBYTES: constexpr, SEG: constexpr, W: constexpr):  # fmt: skip
     """Words of segment SEG of rows first_row .. of NBYTES bytes each, at `slab` (uint8 pointer); 0 beyond a row's end and from row END on.
 
-    int32 [ROWS, W]; for W = 2 int32 [ROWS, 4]: the two bytes of a lane in the low byte of either half; for W = 1 that of `own_bits`.
+    int32 [ROWS, W]; for W = 2 int32 [ROWS, 4]: the two bytes of a lane in the low byte of either half.
     """
     rows = first_row + tl.arange(0, ROWS)[:, None]
-    if W == 1:
-        # Without the hint rows of one byte would be loaded several at once, by lanes that do not need them.
-        byte = tl.max_contiguous(first_row + tl.arange(0, ROWS), 1)[:, None] * NBYTES + tl.arange(0, 4)[None, :] * 0
-        pairs = tl.load(slab + byte, mask=rows < END, other=0).to(tl.int32)
-        if NBYTES == 2:
-            pairs |= tl.load(slab + byte + 1, mask=rows < END, other=0).to(tl.int32) << 8
-        words = own_bits(pairs)
-    elif W == 2:
+    if W == 2:
         byte = 2 * tl.max_contiguous(tl.arange(0, 4), 1)[None, :]
         low = tl.load(slab + rows * NBYTES + byte, mask=(rows < END) & (byte < NBYTES), other=0).to(tl.int32)
         high = tl.load(slab + rows * NBYTES + byte + 1, mask=(rows < END) & (byte + 1 < NBYTES), other=0).to(tl.int32)
@@ -119,18 +112,28 @@ def load_high_words(slab, first_row, ROWS: constexpr, END: constexpr, NBYTES: co
 
 
 @triton.jit
-def load_pairs(slab, first_row, ROWS: constexpr, NBYTES: constexpr, W: constexpr):
-    """`load_words` of rows of 2, 4, 6 or 8 bytes (W = 1 or 2) on even addresses, all of which exist."""
+def load_pairs(slab, first_row, ROWS: constexpr, NBYTES: constexpr):
+    """`load_words` of rows of 2, 4, 6 or 8 bytes (W = 2) on even addresses, all of which exist."""
     rows = first_row + tl.arange(0, ROWS)[:, None]
     lane = tl.max_contiguous(tl.arange(0, 4), 1)[None, :]
-    pairs = slab.to(tl.pointer_type(tl.uint16)) + rows * (NBYTES // 2)
-    if W == 1:
-        words = own_bits(tl.load(pairs + lane * 0).to(tl.int32))
-    elif NBYTES == 8:
-        words = _apart(tl.load(pairs + lane).to(tl.int32))
+    pairs = slab.to(tl.pointer_type(tl.uint16)) + rows * (NBYTES // 2) + lane
+    if NBYTES == 8:
+        words = tl.load(pairs).to(tl.int32)
     else:
-        words = _apart(tl.load(pairs + lane, mask=(lane < NBYTES // 2) & (rows >= 0), other=0).to(tl.int32))
-    return words
+        words = tl.load(pairs, mask=(lane < NBYTES // 2) & (rows >= 0), other=0).to(tl.int32)
+    return _apart(words)
+
+
+@triton.jit
+def load_bits(slab, first_row, ROWS: constexpr, END: constexpr):
+    """Words of rows of two bytes of single bits (W = 1) on even addresses, 0 from row END on: int32 [ROWS, 4], see `_own_bits`."""
+    rows = first_row + tl.arange(0, ROWS)[:, None]
+    pairs = slab.to(tl.pointer_type(tl.uint16)) + rows + tl.arange(0, 4)[None, :] * 0
+    if END % ROWS == 0:
+        words = tl.load(pairs).to(tl.int32)
+    else:
+        words = tl.load(pairs, mask=rows < END, other=0).to(tl.int32)
+    return _own_bits(words)
 
 
 @triton.jit
@@ -140,7 +143,7 @@ def read_words(at, ROWS: constexpr, NBYTES: constexpr, W: constexpr):
     A row of 4 or 6 bytes is followed by others: lanes that it has no bytes for get codes of theirs, which meet 0 in the other operand.
     """
     if W == 1:
-        words = own_bits(read(lanes(at, NBYTES, 0), ROWS // 8, 8 * NBYTES, 0))
+        words = _own_bits(read(lanes(at, NBYTES, 0), ROWS // 8, 8 * NBYTES, 0))
     elif W == 2:
         words = _apart(read(lanes(at, NBYTES, 2), ROWS // 8, 8 * NBYTES, 0))
     else:
@@ -155,7 +158,7 @@ def _apart(pair):
 
 
 @triton.jit
-def own_bits(pair):
+def _own_bits(pair):
     """Two bytes of single bits, int32 [.., 4], as `_apart`, with the two bits that a lane of the quad owns lowest."""
     return _apart(pair) >> (2 * tl.arange(0, 4))[None, :]
 

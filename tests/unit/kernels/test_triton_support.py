@@ -47,7 +47,7 @@ def test_rows_of_8_bytes_are_read_in_pairs() -> None:
     [
         ("int4", 96),  # rows of 48 bytes: lanes have shares of unlike size
         ("int4", 80),
-        ("int4", 64),  # the plane of the slow channels has rows of 4 bytes
+        ("int2", 256),  # the plane of the slow channels has rows of 16 bytes, in two runs of channels
     ],
 )
 def test_what_would_need_masks(name: str, dim: int) -> None:
