@@ -24,7 +24,8 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from kvarto import __version__
-from kvarto.engine.engine import Delta, Engine
+from kvarto.engine.engine import Engine
+from kvarto.engine.loop import Delta
 from kvarto.errors import EngineClosed, KvartoError, Overloaded, Unsupported, UsageError
 from kvarto.serve.job import Job
 from kvarto.serve.metrics import CONTENT_TYPE

@@ -8,7 +8,8 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
 
-from kvarto.engine.engine import Ask, Delta, Engine, Ticket
+from kvarto.engine.engine import Ask, Engine
+from kvarto.engine.loop import Delta, Ticket
 from kvarto.engine.request import Finish, Request
 from kvarto.errors import EngineClosed, KvartoError
 from kvarto.serve.metrics import Metrics, Times

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from kvarto.engine.engine import Delta
+from kvarto.engine.loop import Delta
 from kvarto.engine.request import Finish
 from kvarto.engine.sampling import Choice
 from kvarto.serve.chat import Call, ToolCallReader

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("transformers")
 
 from bytes_tokenizer import EOS, tokenizer
-from kvarto.engine.engine import Delta
+from kvarto.engine.loop import Delta
 from kvarto.engine.request import Finish
 from kvarto.engine.sampling import Choice
 from kvarto.serve.protocol import Function
