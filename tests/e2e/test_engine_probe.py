@@ -64,7 +64,7 @@ def probe_of(engine: EngineCore) -> Probe:
 
 def outcomes(engine: EngineCore) -> dict[str, int]:
     found = Counter[str]()
-    for (_, outcome), count in probe_of(engine).outcomes.items():
+    for (*_, outcome), count in probe_of(engine).outcomes.items():
         found[outcome] += count
     return dict(found)
 

@@ -430,8 +430,11 @@ def test_a_grammar_that_grows_too_complex_is_an_error(
 
     monkeypatch.setattr(GrammarGuide, "apply", give_up)
     answer = ask("/v1/chat/completions", CHAT | {"response_format": {"type": "json_object"}})
-    assert answer.status_code == 500
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "response_format")
     assert "too many items" in answer.json()["error"]["message"]
+    streamed = ask("/v1/chat/completions", CHAT | {"response_format": {"type": "json_object"}, "stream": True})
+    events = [json.loads(line[6:]) for line in streamed.text.splitlines() if line.startswith("data: {")]
+    assert (events[-1]["error"]["param"], events[-1]["error"]["type"]) == ("response_format", "invalid_request_error")
 
 
 @pytest.mark.parametrize("stream", [False, True])
