@@ -64,7 +64,8 @@ class Scheduler:
         give_way: Callable[[], bool] = lambda: False,
     ) -> None:  # fmt: skip
         self._begin, self._released, self._step_tokens, self._most_running = begin, released, step_tokens, most_running
-        self._most_scored, self._give_way, self._pace = most_scored, give_way, pace or Pace(None)
+        self._most_scored, self._give_way = most_scored, give_way
+        self._pace = pace or Pace(None)
         self._refused: tuple[Request, int] | None = None
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -154,7 +155,7 @@ class Scheduler:
         if request is not None and request.scores:
             left = min(left, self._most_scored - sum(len(work.scored) for work in works.values()))
         if request is not None and request.missing > 1 and any(work.generates for work in works.values()):
-            share = self._pace.prompt_tokens()
+            share = self._pace.prompt_tokens(self._pace.clock() - request.waits_since_seconds)
             if share is not None:
                 left = min(left, share - sum(work.count for work in works.values() if not work.generates))
         return left
@@ -169,6 +170,7 @@ class Scheduler:
         self._wait(request)
 
     def _wait(self, request: Request) -> None:
+        request.waits_since_seconds = self._pace.clock()
         bisect.insort(self.waiting, request, key=lambda other: other.rank)
 
 

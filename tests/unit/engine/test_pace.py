@@ -17,7 +17,9 @@ class Machine:
         self, pace: Pace, *, prompt_token: float = 0.004, generating: float = 0.02, step: float = 0.03, mixed: float = 0.0
     ) -> None:  # fmt: skip
         self.pace, self.costs = pace, (step, prompt_token, generating, mixed)
-        self.engine = Engine(blocks=4000, step_tokens=512, most_running=16, pace=pace, checked=False)
+        self.now = 0.0
+        pace.clock = lambda: self.now
+        self.engine = Engine(4000, step_tokens=512, most_running=16, pace=pace, checked=False)
         self.seconds: list[float] = []  # of steps in which somebody generates and a prompt is read
         self.chunks: list[int] = []
 
@@ -33,6 +35,7 @@ class Machine:
             self.seconds.append(seconds)
             self.chunks.append(prompts)
         self.pace.took(prompts, generating, seconds)
+        self.now += seconds
         return counts
 
     def until_read(self, name: str, tokens: int) -> int:
@@ -64,11 +67,11 @@ def test_steps_of_those_who_generate_take_what_they_should() -> None:
     machine.until_read("a", 600)
     for _ in range(5):
         machine.step()
-    machine.until_read("b", 3000)
+    machine.until_read("b", 900)
     assert all(abs(seconds / TARGET_SECONDS - 1) < 0.1 for seconds in machine.seconds[1:-1])
     machine.seconds.clear()
     for name in "cdefg":  # more and more generate
-        machine.until_read(name, 2000)
+        machine.until_read(name, 800)
     assert max(machine.seconds) < 1.5 * TARGET_SECONDS
     assert sorted(machine.seconds)[len(machine.seconds) // 2] < 1.1 * TARGET_SECONDS
 
@@ -77,9 +80,11 @@ def test_what_disturbs_one_step_changes_nothing_for_long() -> None:
     machine = Machine(Pace(TARGET_SECONDS))
     machine.engine.add("a", 1500, most=400)
     machine.step(disturbed=30.0)  # a kernel is compiled
-    machine.until_read("b", 3000)
-    before = machine.chunks[-2]
+    machine.until_read("b", 900)
     machine.engine.add("c", 3000, most=400)
+    for _ in range(6):
+        machine.step()
+    before = machine.chunks[-1]
     machine.step(disturbed=5.0)
     machine.step()
     assert abs(machine.chunks[-1] / before - 1) < 0.2
@@ -90,8 +95,8 @@ def test_where_generation_alone_takes_too_long_prompts_still_end() -> None:
     machine.until_read("a", 100)
     for _ in range(3):
         machine.step()
-    steps = machine.until_read("b", 1000)
-    assert steps <= 1000 / 16 * 17 / 16 + 2
+    steps = machine.until_read("b", 160)
+    assert steps <= 160 / 16 * 17 / 16 + 2
     assert max(machine.seconds[1:]) < 0.53 + TARGET_SECONDS  # and others do not wait for all of it
 
 
@@ -118,3 +123,31 @@ def test_who_generates_is_seen_alone_now_and_then() -> None:
     while not request.generated_tokens:
         without += "b" not in machine.step()
     assert without == (len(machine.chunks) - 1) // 16 > 0
+
+
+def test_who_sends_more_than_the_machine_can_do_finds_no_prompt_that_is_never_read() -> None:
+    """Two requests a second of 400 tokens, 1.6 s of work each: first tokens come later and later, but as they would without a pace."""
+    ends = {}
+    for pace in (Pace(TARGET_SECONDS), Pace(None)):
+        machine, came = Machine(pace), 0
+        while machine.now < 60:
+            while came < 0.5 * machine.now:
+                machine.engine.add(f"{chr(97 + came)}", 400, most=20)
+                came += 1
+            machine.step()
+        ends[pace] = len(machine.engine.done), max(machine.seconds)
+    (paced, longest), (unpaced, unpaced_longest) = ends.values()
+    assert paced >= 0.8 * unpaced
+    assert longest < 0.6 * unpaced_longest
+
+
+def test_a_prompt_that_waited_long_gets_more_of_a_step() -> None:
+    machine = Machine(Pace(TARGET_SECONDS))
+    machine.until_read("a", 600)
+    for _ in range(5):
+        machine.step()
+    machine.engine.add("b", 2000, most=400)
+    machine.now += 30
+    machine.step()
+    machine.step()
+    assert machine.chunks[-1] == pytest.approx(1.5 / 0.004, rel=0.1)
