@@ -21,6 +21,7 @@ from kvarto.errors import UsageError
 from kvarto.formats import parse_policy
 from kvarto.models.load import load
 from kvarto.serve.app import make_app
+from kvarto.serve.connection import TimedProtocol
 from kvarto.serve.rules import Config, check_formats, read_config
 
 _FLUSH_SECONDS = 5
@@ -94,7 +95,11 @@ def serve(options: ServeOptions, config: Config) -> None:
         )
         with engine:
             http = uvicorn.Config(
-                make_app(engine, config), log_config=None, access_log=False, timeout_graceful_shutdown=_FLUSH_SECONDS
+                make_app(engine, config),
+                http=TimedProtocol,
+                log_config=None,
+                access_log=False,
+                timeout_graceful_shutdown=_FLUSH_SECONDS,
             )
             for line in [*describe(engine), *describe_rules(config)]:
                 console.print(line)

@@ -56,6 +56,19 @@ class Tokens:
         """Control tokens included."""
         return list(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
 
+    def offsets(self, text: str) -> list[int] | None:
+        """Where each token of `of` begins in the text: one that the tokenizer adds where the next one does. None if the tokenizer does not say."""
+        if self._backend is None:
+            return None
+        read = self.tokenizer(text, return_offsets_mapping=True, return_special_tokens_mask=True)
+        at, begins = len(text), list[int]()
+        for (begin, _), is_added in zip(
+            reversed(read["offset_mapping"]), reversed(read["special_tokens_mask"]), strict=True
+        ):
+            at = at if is_added else begin
+            begins.append(at)
+        return begins[::-1]
+
     def at_least(self, text: str) -> int:
         """So many tokens it has, or more: a bound that takes no time."""
         if not self._longest:

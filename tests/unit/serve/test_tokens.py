@@ -15,6 +15,7 @@ from tokenizers.decoders import ByteLevel as ByteDecoder
 from tokenizers.models import BPE, WordLevel
 from tokenizers.normalizers import NFC, NFKC, Lowercase
 from tokenizers.pre_tokenizers import ByteLevel, Whitespace
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from bytes_tokenizer import tokenizer
@@ -160,6 +161,18 @@ def test_a_completion_s_prompt_is_the_client_s_own() -> None:
 
 
 ANY = st.text(st.sampled_from("ab é字\u0301e<|im_start|> \n")) | st.text()
+
+
+def test_where_tokens_begin_in_a_text() -> None:
+    known = made("<s>", "</s>")
+    first, last = (known.convert_tokens_to_ids(text) for text in ("<s>", "</s>"))
+    around = TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", first), ("</s>", last)])
+    known.backend_tokenizer.post_processor = around
+    tokens = Tokens(known)
+    assert tokens.of("<s>abab 字")[:2] == [first, first]
+    assert tokens.offsets("<s>abab 字") == [0, 0, 3, 7, 8, 8, 8, 9]
+    assert tokens.offsets("") == [0, 0]
+    assert Tokens(object()).offsets("x") is None
 
 
 @given(ANY, st.sampled_from(["plain", "nfc", "strips", "lacks"]))
