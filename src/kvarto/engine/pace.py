@@ -5,8 +5,8 @@ prompts, is the price of one. Of the last few of each the least counts, because 
 only makes it longer. The price depends on how large the share was, and so settles where steps take what they should: a share that made a step too
 long gives a price that makes the next share smaller.
 
-Small shares are dear: all who generate are computed with each of them. So where prompts wait long, they get more: a twentieth of what they have
-waited. Whoever waits for a token then waits no longer than a step should take, or than a twentieth of what others wait for their first one; and who
+Small shares are dear: all who generate are computed with each of them. So where prompts wait long, they get more: a fortieth of what they have
+waited. Whoever waits for a token then waits no longer than a step should take, or than a fortieth of what others wait for their first one; and who
 sends more than the machine can do finds everybody slower, and not prompts that are never read.
 """
 
@@ -22,7 +22,7 @@ _LAST = 4
 _LEAST_TOKENS = 16
 # Where generation alone takes as long as a step should, prompts still get so much of the step's time; else they would never end.
 _LEAST_SHARE = 0.25
-_PATIENCE = 1 / 20
+_PATIENCE = 1 / 40
 # So many steps with prompts, and one is without, since who generates and how long their contexts are changes meanwhile.
 _MOST_MIXED_STEPS = 16
 

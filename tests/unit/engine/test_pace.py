@@ -151,4 +151,4 @@ def test_a_prompt_that_waited_long_gets_more_of_a_step() -> None:
     machine.now += 30
     machine.step()
     machine.step()
-    assert machine.chunks[-1] == pytest.approx(1.5 / 0.004, rel=0.1)
+    assert machine.chunks[-1] == pytest.approx(0.75 / 0.004, rel=0.1)
