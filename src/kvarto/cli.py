@@ -308,7 +308,9 @@ def serve(
     step_ms: Annotated[
         float,
         typer.Option(
-            min=0, help="What a step in which somebody generates should take; prompts wait more for it. 0: no limit."
+            min=0,
+            max=1e6,
+            help="What a step should take in which somebody generates; prompts make room for it. 0: no limit.",
         ),
     ] = 300.0,
     max_running: Annotated[int, typer.Option(min=1, help="Most requests that a step computes.")] = 64,
