@@ -91,7 +91,7 @@ def measure(model: Any, kv: str, options: argparse.Namespace) -> dict[str, Any]:
     from kvarto.engine.request import Request, Sampling
     from kvarto.formats import parse_policy
 
-    chosen = Options(parse_bytes(options.memory), step_tokens=options.chunk, most_running=256)
+    chosen = Options(parse_bytes(options.memory), step_tokens=options.chunk, step_seconds=None, most_running=256)
     engine = EngineCore(model, [parse_policy(kv)], chosen)
     generated = 2 * (WARM_STEPS + options.steps) + 2
     fits = 1

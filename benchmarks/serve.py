@@ -71,6 +71,7 @@ class Job:
     numbers_per_token: int
     threads: int
     step_tokens: int
+    step_ms: float | None = None
 
     def tokens(self, bits: float) -> int:
         """That fit the memory at so many bits per number."""
@@ -139,7 +140,9 @@ def _cpu_seconds(process: psutil.Process) -> float:
 def run_kvarto(kv: str, job: Job) -> dict[str, Any]:
     command = [sys.executable, "-c", "from kvarto.cli import main; main()", "serve", job.model, "--kv", kv]
     command += ["--memory", str(job.memory_bytes), "--port", "0", "--threads", str(job.threads)]
-    with serving([*command, "--step-tokens", str(job.step_tokens)], job.threads) as server:
+    command += ["--step-tokens", str(job.step_tokens)]
+    command += [] if job.step_ms is None else ["--step-ms", str(job.step_ms)]
+    with serving(command, job.threads) as server:
         result = drive(server, job)
         fits = re.search(r"([\d,]+) tokens fit", server.said)
         told = asyncio.run(counters(server.base, COUNTERS))
@@ -211,7 +214,8 @@ def jobs(options: argparse.Namespace, requests: Sequence[traces.Request]) -> dic
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     trace = Job(
         options.model, [Ask(each.due_seconds / options.speed, words.prompt(each), each.output_tokens) for each in requests], [],
-        options.concurrency, parse_bytes(options.memory), 2 * config.num_hidden_layers * heads * width, options.threads, options.step_tokens,
+        options.concurrency, parse_bytes(options.memory), 2 * config.num_hidden_layers * heads * width, options.threads,
+        options.step_tokens, options.step_ms,
     )  # fmt: skip
     found = {"trace": trace}
     if options.long_tokens:
@@ -242,7 +246,7 @@ def measure(
             if name in skipped:
                 continue
             try:
-                run = arm(job)
+                run = arm(job) | {"repeat": repeat}
             except (RuntimeError, OSError, ValueError, KvartoError, subprocess.SubprocessError) as error:
                 skipped[name] = f"{type(error).__name__}: {error}"
                 console.print(f"{name} {skipped[name]}", style="red", markup=False)
@@ -281,12 +285,12 @@ def _cell(run: dict[str, Any], path: Sequence[str]) -> str:
 
 
 def against(runs: dict[str, list[dict[str, Any]]], measure: str) -> dict[str, dict[str, list[float]]]:
-    """`measure` of each arm of ours over that of each other arm, one ratio a repeat."""
-    values = {name: [run[measure] for run in each if measure in run] for name, each in runs.items()}
+    """`measure` of each arm of ours over that of each other arm, one ratio for each repeat in which both have it."""
+    values = {name: {run["repeat"]: run[measure] for run in each if measure in run} for name, each in runs.items()}
     return {
         ours: {
-            other: [round(a / b, 3) for a, b in zip(values[ours], values[other], strict=False)]
-            for other in values if other != ours
+            other: [round(values[ours][repeat] / value, 3) for repeat, value in theirs.items() if repeat in values[ours]]
+            for other, theirs in values.items() if other != ours
         }
         for ours in values if ours.startswith("kvarto")
     }  # fmt: skip
@@ -318,6 +322,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         type=int,
         default=512,
         help="most tokens of a step, of kvarto and transformers; llama.cpp has 512",
+    )
+    parser.add_argument(
+        "--step-ms", type=float, default=None, help="of kvarto serve; 0: prompts take as much of a step as they can"
     )
     parser.add_argument("--repeats", type=int, default=None)
     parser.add_argument("--jobs", type=lambda text: text.split(","), default=["trace", "long"])

@@ -305,6 +305,14 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is all of this machine's.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
     step_tokens: Annotated[int, typer.Option(min=1, help="Most tokens that a step computes.")] = 512,
+    step_ms: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            max=1e6,
+            help="What a step should take in which somebody generates; prompts make room for it. 0: no limit.",
+        ),
+    ] = 300.0,
     max_running: Annotated[int, typer.Option(min=1, help="Most requests that a step computes.")] = 64,
     max_waiting: Annotated[int, typer.Option(min=1, help="More requests than that are refused with 429.")] = 1024,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: all.")] = None,
@@ -344,6 +352,7 @@ def serve(
             host=host,
             port=port,
             step_tokens=step_tokens,
+            step_ms=step_ms,
             max_running=max_running,
             max_waiting=max_waiting,
             threads=threads,

@@ -108,6 +108,26 @@ def test_in_a_crowd_in_chunks_and_on_a_prefix_hit(family: str, text: str) -> Non
         assert request.cached_tokens == (len(tokens) - 1) // 64 * 64
 
 
+@pytest.mark.parametrize("text", ["fp32", "int4"])
+def test_prompts_that_make_room_for_others_give_the_same(text: str) -> None:
+    """A pace that nobody can keep: prompts get the least share of each step in which somebody generates, and all of the others."""
+    engine = core("llama", text, step_seconds=1e-6)
+    first, long = Request("first", prompt(70), GREEDY), Request("long", prompt(300), GREEDY)
+    steps, outputs = list[tuple[int, int]](), list[Output]()
+    engine.on_step.append(lambda prompts, decodes, _: steps.append((prompts, decodes)))
+    engine.add(first)
+    outputs += engine.step()
+    engine.add(long)
+    while not engine.idle:
+        outputs += engine.step()
+        engine.check()
+    assert {prompts for prompts, decodes in steps if decodes} == {0, 16}
+    assert max(prompts for prompts, decodes in steps if not decodes) == 96
+    for request in (first, long):
+        got = [output.choice for output in outputs if output.request is request and output.choice is not None]
+        assert_same(text, got, alone("llama", text, tuple(request.tokens[: request.prompt_tokens])))
+
+
 @pytest.mark.parametrize("found_again", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("text", FORMATS)
 def test_after_preemption(text: str, found_again: bool) -> None:

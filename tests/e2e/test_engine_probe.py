@@ -64,7 +64,7 @@ def probe_of(engine: EngineCore) -> Probe:
 
 def outcomes(engine: EngineCore) -> dict[str, int]:
     found = Counter[str]()
-    for (_, outcome), count in probe_of(engine).outcomes.items():
+    for (*_, outcome), count in probe_of(engine).outcomes.items():
         found[outcome] += count
     return dict(found)
 
@@ -438,12 +438,22 @@ def test_who_names_no_format_gets_bf16_where_the_default_is_bad() -> None:
 
 def test_bf16_pages_for_the_probe_alone_are_not_offered() -> None:
     with engine_of(probe=ALL) as engine:
-        assert (engine.formats, engine.held) == (["int2+sink0"], ["int2+sink0", "bf16"])
+        assert (engine.formats, list(map(str, engine.core.policies))) == (["int2+sink0"], ["int2+sink0", "bf16"])
         assert [offer.name for offer in engine.offers] == ["int2+sink0"]
         with pytest.raises(UnknownName):
             engine.policy_of("bf16")
-        done = engine.generate([Ask([5] * 70, MOST, "bf16", probed=False)])  # for warming up
-        assert done[0].kv == "bf16"
+        with pytest.raises(UnknownName, match="bf16"):
+            engine.generate([Ask([5] * 70, MOST, "bf16")])
+        with pytest.raises(UnknownName, match="bf16"):
+            engine.submit(Ask([5] * 70, MOST, "bf16"), lambda _: None)
+
+
+def test_warming_up_reads_pages_of_all_formats_and_is_not_probed() -> None:
+    with engine_of(probe=ALL) as engine:
+        engine.warm_up()
+        assert [engine.core.memory.sealed(policy)[0] > 0 for policy in range(2)] == [True, True]
+        settle(engine)
+        assert not engine.core.probe.outcomes  # type: ignore[union-attr]
 
 
 def test_an_engine_closes_at_once_while_it_probes() -> None:
@@ -451,6 +461,6 @@ def test_an_engine_closes_at_once_while_it_probes() -> None:
         engine = engine_of(probe=ALL)
         engine.generate([[5] * 900] * 3, MOST)
         engine.close(drain=drain, timeout_seconds=20)
-        assert not engine._thread.is_alive()
+        assert not engine._loop._thread.is_alive()
         assert engine.core.memory.prefixes.held_bytes == 0
         engine.core.check()

@@ -16,7 +16,8 @@ pytest.importorskip("transformers")
 
 import tiny
 
-from kvarto.engine.engine import Ask, Delta, Engine, parse_bytes
+from kvarto.engine.engine import Ask, Engine, parse_bytes
+from kvarto.engine.loop import Delta
 from kvarto.engine.request import Finish, Sampling
 from kvarto.errors import EngineClosed, Overloaded, UnknownName, UsageError
 from kvarto.models.load import LoadedModel
@@ -136,7 +137,7 @@ def test_followers_of_an_aborted_request_go_on(engine: Engine) -> None:
     engine.abort(tickets[1])
     assert listeners[2].over.wait(30)
     assert listeners[2].deltas[-1].finish is Finish.LENGTH
-    wait_for(lambda: engine.core.idle and engine._handed == 0)
+    wait_for(lambda: engine.core.idle and engine._loop._handed == 0)
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -25,6 +26,7 @@ import httpx
 import uvicorn
 
 from kvarto.engine.engine import Engine
+from kvarto.serve import connection
 from kvarto.serve.app import make_app
 from served import soon, tiny_loaded
 
@@ -42,8 +44,17 @@ def engine() -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def address(engine: Engine) -> Iterator[tuple[str, int]]:
+    with serving(engine) as address:
+        yield address
+
+
+@contextlib.contextmanager
+def serving(engine: Engine) -> Iterator[tuple[str, int]]:
     listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(make_app(engine), log_config=None, timeout_graceful_shutdown=1))
+    config = uvicorn.Config(
+        make_app(engine), http=connection.TimedProtocol, log_config=None, timeout_graceful_shutdown=1
+    )
+    server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     yield listener.getsockname()
@@ -127,6 +138,58 @@ def test_slow_clients_do_not_keep_others_waiting(address: tuple[str, int], url: 
     finally:
         for client in clients:
             client.close()
+
+
+def trickle(address: tuple[str, int], parts: Iterable[bytes], pause: float = 0.1) -> tuple[bytes, float]:
+    """What comes back, and seconds until the server closed; it must, within ten."""
+    got, began = b"", time.monotonic()
+    with socket.create_connection(address, timeout=10) as client:
+        try:
+            for part in parts:
+                client.sendall(part)
+                time.sleep(pause)
+            while more := client.recv(65536):
+                got += more
+        except ConnectionError:
+            with contextlib.suppress(ConnectionError):
+                while more := client.recv(65536):
+                    got += more
+    return got, time.monotonic() - began
+
+
+def test_who_sends_too_slowly_is_closed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "READ_SECONDS", 1.0)
+    monkeypatch.setattr(connection, "LEAST_BYTES_PER_SECOND", 1000)
+    body = json.dumps({"prompt": "x" * 500, "max_tokens": 1}).encode()
+    head, health = http(body)[: -len(body)], b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+    with serving(engine) as address:
+        for parts in ([], [health[:10]], [health[i : i + 1] for i in range(len(health))], [health, health[:9]]):
+            got, seconds = trickle(address, parts)
+            assert got.count(b"200 OK") == parts.count(health)
+            assert 0.9 < seconds < 5, parts
+        for parts in ([head], [head, b"{"], [head, *(b" " for _ in range(300))]):
+            got, seconds = trickle(address, parts, 0.02)
+            assert got.startswith(b"HTTP/1.1 408 "), got[:100]
+            assert b"the body did not come within 1 seconds" in got
+            assert 0.9 < seconds < 5
+        # Who sends enough may take his time, and so may the answer.
+        pieces = [
+            head.replace(b"Host", b"Connection: close\r\nHost"),
+            *(body[i : i + 50] for i in range(0, len(body), 50)),
+        ]
+        got, seconds = trickle(address, pieces, 0.11)
+        assert b"200 OK" in got
+        assert seconds > 1.2
+        monkeypatch.setattr(connection, "READ_SECONDS", 0.1)
+        busy = json.dumps(ENDLESS | {"max_tokens": 400, "prompt": "abc"}).encode()
+        answer = httpx.post(f"http://{address[0]}:{address[1]}/v1/completions", content=busy, timeout=60)
+        assert answer.status_code == 200
+        assert answer.elapsed.total_seconds() > 0.2
+        monkeypatch.setattr(connection, "READ_SECONDS", 1.0)
+        for late in (b"", b"x" * 100):  # refused before its body is read, which then never ends
+            got, seconds = trickle(address, [head.replace(b"completions", b"nothing"), *[late] * 5])
+            assert b"404" in got
+            assert seconds < 8
 
 
 def test_hundreds_that_close_at_once_hold_nothing(address: tuple[str, int], url: str, engine: Engine) -> None:

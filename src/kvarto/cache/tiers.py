@@ -110,7 +110,8 @@ class DiskTier:
             self._files.move_to_end(key)
         try:
             path = self._path(key)
-            data = path.read_bytes()
+            with open(path, "rb") as file:
+                data = file.read()
             self._stamp(path)
         except OSError:
             self.forget(key)
@@ -151,11 +152,12 @@ class DiskTier:
         self._writer.join()
         self._lock_file.close()
 
-    def _path(self, key: Key) -> Path:
+    def _path(self, key: Key) -> str:
+        """No Path, which would put the name into Python's table of interned strings; that one never shrinks, and grows by those that went."""
         digest, label = key[0].hex(), key[1]
-        return self.folder / digest[:2] / f"{digest}-{label}{_SUFFIX}"
+        return os.path.join(self.folder, digest[:2], f"{digest}-{label}{_SUFFIX}")
 
-    def _stamp(self, path: Path) -> None:
+    def _stamp(self, path: str) -> None:
         """The newest of all, so that the next engine knows what was used last, also where clocks were set back."""
         with self._lock:
             self._newest_ns = newest = max(time.time_ns(), self._newest_ns + 1)
@@ -185,14 +187,14 @@ class DiskTier:
 
     def _write(self, key: Key, data: bytes) -> None:
         path = self._path(key)
-        part = path.with_suffix(_PART)
+        part = path.removesuffix(_SUFFIX) + _PART
         try:
-            path.parent.mkdir(exist_ok=True)
+            os.makedirs(os.path.dirname(path), exist_ok=True)
             with self._lock:
                 self._make_room(len(data))
-            part.write_bytes(data)
+            _write_bytes(part, data)
             self._stamp(part)
-            part.replace(path)
+            os.replace(part, path)
         except OSError as error:
             self.failures += 1
             self._paused_until = time.monotonic() + _PAUSE_SECONDS
@@ -301,8 +303,15 @@ def _lock(folder: Path) -> IO[bytes]:
     return file
 
 
-def _remove(path: Path) -> None:
+def _write_bytes(path: str, data: bytes) -> None:
+    with open(path, "wb") as file:
+        file.write(data)
+
+
+def _remove(path: str) -> None:
     try:
-        path.unlink(missing_ok=True)
+        os.unlink(path)
+    except FileNotFoundError:
+        pass
     except OSError as error:
         _log.warning("%s cannot be removed: %s", path, error.strerror)

@@ -6,6 +6,7 @@ A step: the scheduler says who goes on, the books say where, the model computes 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from kvarto.engine.forward import Forward, Result
 from kvarto.engine.graphs import Graphs
 from kvarto.engine.memory import Compute, Memory
 from kvarto.engine.offload import Offload
+from kvarto.engine.pace import Pace
 from kvarto.engine.plan import StepPlan
 from kvarto.engine.probe import Probe, Probing
 from kvarto.engine.request import Finish, Request
@@ -61,6 +63,7 @@ class Options:
 
     memory_bytes   for keys and values
     step_tokens    most tokens of a step; most_running: most requests of a step
+    step_seconds   what a step in which somebody generates should take: prompts get smaller chunks then; 0 or None: as long as it takes
     kernel         a name, or None for the best one
     tiers          where blocks go that leave the memory, if anywhere; `identity` says then whose they are: the model, weights and all
     probe          which requests are read again in bf16, to see what their format did to them
@@ -72,6 +75,7 @@ class Options:
 
     memory_bytes: int
     step_tokens: int = 512
+    step_seconds: float | None = 0.3
     most_running: int = 64
     kernel: str | None = None
     tiers: Tiers | None = None
@@ -86,6 +90,8 @@ class Options:
                 raise UsageError(name, "at least 1", value)
         if self.step_tokens < self.most_running:
             raise UsageError("step_tokens", f"at least most_running, {self.most_running}", self.step_tokens)
+        if self.step_seconds is not None and not 0 <= self.step_seconds < math.inf:  # NaN is not
+            raise UsageError("step_seconds", "0 or more seconds", self.step_seconds)
 
 
 class EngineCore:
@@ -109,6 +115,7 @@ class EngineCore:
         self.probe: Probe | None = None
         if options.probe.share:
             self.probe = Probe(self.memory, self.forward, self.device, policies, options.probe)
+        self._pace = Pace(options.step_seconds)
         self.scheduler = Scheduler(
             self.memory.begin,
             lambda: self.memory.prefixes.released,
@@ -116,6 +123,7 @@ class EngineCore:
             most_running=options.most_running,
             give_way=(lambda: False) if self.probe is None else self.probe.give_way,
             most_scored=max(1, _SCORED_BYTES // (4 * self.forward.vocabulary)),
+            pace=self._pace,
         )
         self._aside = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self.graphs = Graphs(self.forward, self.memory, self.device, self._aside)
@@ -194,9 +202,12 @@ class EngineCore:
         for work in works:
             work.request.began_seconds = work.request.began_seconds or now
         decoded, computed = sum(work.count for work in works if work.decodes), sum(work.count for work in works)
+        generating = sum(work.generates for work in works)
         outputs = self._compute(works)
+        seconds = time.monotonic() - now
+        self._pace.took(computed - generating, generating, seconds)
         for listener in self.on_step:
-            listener(computed - decoded, decoded, time.monotonic() - now)
+            listener(computed - decoded, decoded, seconds)
         return outputs
 
     def _compute(self, works: Sequence[Work]) -> list[Output]:

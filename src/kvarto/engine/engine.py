@@ -1,38 +1,37 @@
-"""The engine: a thread that steps, and what others ask of it.
+"""The engine: a model under some formats, and what others ask of it. loop.py is the thread that does it.
 
     engine = Engine("smollm2", kv="int4", memory="2GiB")
     for completion in engine.generate(["The capital of France is"], Sampling(max_tokens=16)):
         print(completion.text)
 
-Other threads and event loops hand requests over and are told of every token; nobody else touches the model or the books.
+Other threads and event loops hand requests over and are told of every token.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import queue
 import re
-import threading
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Hashable, Sequence
+from collections.abc import AsyncIterator, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from kvarto.cache.tiers import DiskTier, HostTier, Tiers
-from kvarto.engine.core import EngineCore, Options, Output
+from kvarto.engine.core import EngineCore, Options
+from kvarto.engine.loop import Delta, Listener, Loop, Ticket
 from kvarto.engine.memory import ENDLESS
 from kvarto.engine.request import Finish, Guide, Request, Sampling
 from kvarto.engine.sampling import Choice
 from kvarto.engine.text import TextStream
-from kvarto.errors import EngineClosed, KvartoError, Overloaded, UnknownName, UsageError
+from kvarto.errors import KvartoError, UnknownName, Unsupported, UsageError
 from kvarto.formats import parse_policy
+from kvarto.layout import PAGE_TOKENS
 from kvarto.models.load import LoadedModel, load
 
-_log = logging.getLogger(__name__)
+_WARMING = "kvarto warms up"  # nobody shares these prefixes
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(?:([KMGT])(i?)B?)?\s*", re.IGNORECASE)
 
 
@@ -82,31 +81,6 @@ class Ask:
 
 
 @dataclass(frozen=True)
-class Delta:
-    """What came of a request: tokens with their text (or text of earlier ones that was held back), and at the end why it ended.
-
-    The first one has what `Sampling.prompt_logprobs` asked for: `scored`, of all tokens of the prompt but the first.
-    """
-
-    text: str = ""
-    choices: tuple[Choice, ...] = ()
-    finish: Finish | None = None
-    error: str = ""
-    scored: tuple[Choice, ...] = ()
-
-
-@dataclass(eq=False)
-class Ticket:
-    """A request that was handed over. `deliver` is called by the engine's thread with each Delta and must not block."""
-
-    request: Request
-    deliver: Callable[[Delta], None]
-    text: TextStream | None
-    kv: str
-    followers: list[Ticket] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
 class Completion:
     """A request that is over. `text` is "" if the engine has no tokenizer; `scored` as in Delta."""
 
@@ -144,9 +118,9 @@ class Engine:
     memory    bytes for keys and values, such as "8GiB"
     tiers     where pages go that leave the memory (`open_tiers`); the engine closes them
     most_waiting   more requests than that are refused with Overloaded
-    options   of `core.Options`: step_tokens, most_running, kernel, probe, graphs
+    options   of `core.Options`: step_tokens, step_seconds, most_running, kernel, probe, graphs
 
-    `formats` are those offered, the first one that of requests that name none; `held`: these, and bf16 if the probe alone needs it.
+    `formats` are those offered, the first one that of requests that name none.
 
     Raises what load, EngineCore and parse_policy raise. Close it, or use it in a `with`.
     """
@@ -163,19 +137,13 @@ class Engine:
         try:
             chosen = Options(parse_bytes(memory), tiers=tiers, identity=self.loaded.identity, **options)
             self.core = EngineCore(self.loaded.model, policies, chosen)
-            self.held = [str(policy) for policy in self.core.policies]
         except BaseException:
             if tiers is not None:
                 tiers.close()
             raise
         self.most_waiting = most_waiting
-        self._names, self._inbox = itertools.count(1), deque[Callable[[], None]]()
-        self._tickets: dict[Request, Ticket] = {}
-        self._handed = 0
-        self._change = threading.Condition()
-        self._closing, self._closed, self._failure = False, False, ""
-        self._thread = threading.Thread(target=self._run, name="kvarto engine", daemon=True)
-        self._thread.start()
+        self._names = itertools.count(1)
+        self._loop = Loop(self.core, most_waiting)
 
     def __enter__(self) -> Engine:
         return self
@@ -214,43 +182,56 @@ class Engine:
     @property
     def waiting(self) -> int:
         """Requests that were handed over and are not computed yet, or not at the moment."""
-        return len(self.core.scheduler.waiting) + self._handed
+        return self._loop.waiting
 
     @property
     def why_closed(self) -> str:
         """Why no more requests are taken, or "" while they are."""
-        return (self._failure or "the engine is closing and takes no more requests") if self._closing else ""
+        return self._loop.why_closed
 
     # ---- requests --------------------------------------------------------------------------------------------------
 
-    def submit(self, ask: Ask, deliver: Callable[[Delta], None]) -> Ticket:
+    def submit(self, ask: Ask, deliver: Listener) -> Ticket:
         """Hand over a request; `deliver` is told of it by the engine's thread. Raises UsageError, UnknownName, Overloaded or EngineClosed."""
         return self.submit_many([ask], [deliver])[0]
 
-    def submit_many(self, asks: Sequence[Ask], delivers: Sequence[Callable[[Delta], None]]) -> list[Ticket]:
+    def submit_many(self, asks: Sequence[Ask], delivers: Sequence[Listener]) -> list[Ticket]:
         """Requests with one prompt: the others begin once the first has computed it, and find its pages. Raises as `submit`, for all or none."""
         tickets = [self._ticket(ask, deliver) for ask, deliver in zip(asks, delivers, strict=True)]
         tickets[0].followers = tickets[1:]
-        self._hand_over(tickets)
+        self._loop.hand_over(tickets)
         return tickets
 
     def abort(self, ticket: Ticket) -> None:
         """Nobody wants it any more. What it holds is free before the next step; nothing more is delivered."""
-        self._tell(lambda: self._abort(ticket))
+        self._loop.abort(ticket)
 
     def generate(
         self, prompts: Sequence[str | Sequence[int] | Ask], sampling: Sampling | None = None, *, kv: str | None = None
     ) -> list[Completion]:
         """Complete all prompts, however many, and return when the last one is done. `sampling` and `kv` are for those that are no Ask."""
         asks = [prompt if isinstance(prompt, Ask) else Ask(prompt, sampling or Sampling(), kv=kv) for prompt in prompts]
+        return self._generate((ask, None) for ask in asks)
+
+    def warm_up(self) -> None:
+        """Let kernels be compiled before the first client waits for them: each format, the probe's too, fills a page and reads it.
+
+        Raises Unsupported if one cannot.
+        """
+        ask = Ask([0] * (PAGE_TOKENS + 1), Sampling(max_tokens=2), identity=_WARMING, probed=False)
+        for done in self._generate((ask, policy) for policy in range(len(self.core.policies))):
+            if done.error:
+                raise Unsupported(f"format {done.kv} does not run on this machine: {done.error}; serve another one")
+
+    def _generate(self, asks: Iterable[tuple[Ask, int | None]]) -> list[Completion]:
+        """Each in its own format, or that of this number."""
         arrived: queue.SimpleQueue[tuple[int, Delta]] = queue.SimpleQueue()
         tickets: list[Ticket] = []
-        deltas: list[list[Delta]] = [[] for _ in asks]
         try:
-            for i, ask in enumerate(asks):
-                tickets.append(self._ticket(ask, partial(_put, arrived, i)))
-                self._hand_over(tickets[-1:], limited=False)
-            left = len(asks)
+            for i, (ask, policy) in enumerate(asks):
+                tickets.append(self._ticket(ask, partial(_put, arrived, i), policy))
+                self._loop.hand_over(tickets[-1:], limited=False)
+            deltas, left = [list[Delta]() for _ in tickets], len(tickets)
             while left:
                 i, delta = arrived.get()
                 deltas[i].append(delta)
@@ -280,21 +261,9 @@ class Engine:
 
     def close(self, *, drain: bool = False, timeout_seconds: float = 60.0) -> None:
         """Stop: at once, which ends what runs with Finish.ABORT, or with `drain` once everybody is served, if that is in time."""
-        with self._change:
-            self._closing = True
-            self._change.notify()
-        self._tell(self.core.stop_probing)
-        if drain:
-            self._thread.join(timeout_seconds)
-        self._tell(self._abort_all)
-        self._thread.join(timeout_seconds)
-        with self._change:
-            is_over = not self._thread.is_alive()
-            is_first, self._closed = is_over and not self._closed, self._closed or is_over
-        if is_first:
-            self.core.close()
+        self._loop.close(drain=drain, timeout_seconds=timeout_seconds)
 
-    # ---- handing over ----------------------------------------------------------------------------------------------
+    # ---- formats and tickets --------------------------------------------------------------------------------------
 
     def policy_of(self, kv: str | None) -> int:
         """The number of an offered format. Raises UnknownName that says what is offered."""
@@ -315,13 +284,14 @@ class Engine:
             return policy
         return probe.baseline if prompt_tokens + max_tokens <= self.offers[probe.baseline].most_tokens else policy
 
-    def _ticket(self, ask: Ask, deliver: Callable[[Delta], None]) -> Ticket:
+    def _ticket(self, ask: Ask, deliver: Listener, policy: int | None = None) -> Ticket:
+        """`policy`: the number of a format that the ask need not name and that need not be offered."""
         prompt, sampling = ask.prompt, ask.sampling
         tokens = list(self.tokenizer(prompt)["input_ids"]) if isinstance(prompt, str) else list(prompt)
-        if ask.kv is None:
+        if policy is None and ask.kv is None:
             policy = self.route(0, len(tokens), sampling.max_tokens)
-        else:
-            policy = self.held.index(ask.kv) if ask.kv in self.held else self.policy_of(ask.kv)
+        elif policy is None:
+            policy = self.policy_of(ask.kv)
         name = f"request-{next(self._names)}"
         request = Request(name, tokens, sampling, policy, ask.identity, ask.priority, ask.guide, ask.probed)
         if error := self.core.why_not(request):
@@ -329,108 +299,7 @@ class Engine:
         text = None if self.tokenizer is None else TextStream(self.tokenizer, sampling.stop)
         if text is None and sampling.stop:
             raise UsageError("stop", "no stop strings, since this engine has no tokenizer", sampling.stop)
-        return Ticket(request, deliver, text, self.held[policy])
-
-    def _hand_over(self, tickets: Sequence[Ticket], *, limited: bool = True) -> None:
-        with self._change:
-            if self._closing:
-                raise EngineClosed(self.why_closed)
-            if limited and len(tickets) > self.most_waiting:
-                raise UsageError("n", f"at most {self.most_waiting} requests at once, as may wait", len(tickets))
-            if limited and (waiting := self.waiting) + len(tickets) > self.most_waiting:
-                raise Overloaded(f"{waiting} requests wait already, of {self.most_waiting} at most; try again later")
-            self._handed += len(tickets)
-            self._inbox.append(lambda: self._add(tickets[0]))
-            self._change.notify()
-
-    def _tell(self, message: Callable[[], None]) -> None:
-        """Let the engine's thread do something between two steps, if it still runs."""
-        with self._change:
-            self._inbox.append(message)
-            self._change.notify()
-
-    # ---- the engine's thread ---------------------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        try:
-            self.core.enter_thread()
-            self._loop()
-        except Exception as error:  # a fault of ours: whoever waits must hear of it
-            _log.exception("the engine stopped")
-            with self._change:
-                self._closing, self._failure = True, f"the engine stopped: {type(error).__name__}: {error}"
-                messages = list(self._inbox)
-                self._inbox.clear()
-            for message in messages:
-                message()
-            self._abort_all()
-            raise
-
-    def _loop(self) -> None:
-        while True:
-            with self._change:
-                self._change.wait_for(lambda: self._inbox or self._closing or not self.core.idle)
-                messages = list(self._inbox)
-                self._inbox.clear()
-                if self._closing and not messages and self.core.idle:
-                    return
-            for message in messages:
-                message()
-            for output in self.core.step():
-                self._deliver(output)
-
-    def _add(self, ticket: Ticket) -> None:
-        with self._change:
-            self._handed -= 1
-        if ticket.request.finish is None:  # else it was aborted before it began
-            self._tickets[ticket.request] = ticket
-            self.core.admit(ticket.request)
-
-    def _abort(self, ticket: Ticket) -> None:
-        self._tickets.pop(ticket.request, None)
-        self.core.abort(ticket.request)
-        self._let_follow(ticket)
-
-    def _abort_all(self) -> None:
-        while self._tickets:
-            ticket = next(iter(self._tickets.values()))
-            self._abort(ticket)
-            if self._failure:
-                ticket.request.finish = Finish.ERROR
-            self._say(ticket, Delta(finish=ticket.request.finish, error=self._failure))
-
-    def _deliver(self, output: Output) -> None:
-        ticket = self._tickets[output.request]
-        text, finish = "", output.finish
-        if ticket.text is not None and output.choice is not None:
-            # A token that ends the text is not part of it.
-            text = ticket.text.feed(output.choice.token) if finish != Finish.STOP else ""
-            if ticket.text.stopped and finish is None:
-                finish = ticket.request.finish = Finish.STOP
-                self.core.abort(ticket.request)
-            if finish is not None:
-                text += ticket.text.finish()
-                if ticket.text.stopped:
-                    finish = Finish.STOP
-        if finish is not None:
-            output.request.finish = finish
-            del self._tickets[output.request]
-        choices = () if output.choice is None else (output.choice,)
-        self._say(ticket, Delta(text, choices, finish, output.error, output.scored))
-        self._let_follow(ticket)
-
-    def _let_follow(self, ticket: Ticket) -> None:
-        """The prompt is computed, or nobody will: who has the same one may begin."""
-        followers, ticket.followers = ticket.followers, []
-        for follower in followers:
-            self._add(follower)
-
-    @staticmethod
-    def _say(ticket: Ticket, delta: Delta) -> None:
-        try:
-            ticket.deliver(delta)
-        except Exception as error:  # noqa: BLE001 - a listener is somebody else's: a loop that is gone, a queue that is full
-            _log.warning("%s cannot be told: %s: %s", ticket.request.id, type(error).__name__, error)
+        return Ticket(request, deliver, text, str(self.core.policies[policy]))
 
 
 def _put(arrived: queue.SimpleQueue[tuple[int, Delta]], i: int, delta: Delta) -> None:

@@ -195,7 +195,9 @@ class Probe:
         self.names = [str(policy) for policy in offered]
         self.baseline = probing.held(offered).index(BASELINE)
         self.tallies: dict[tuple[int, int], Tally] = {}
-        self.outcomes: Counter[tuple[int, str]] = Counter()
+        self.outcomes: Counter[tuple[int, int, str]] = (
+            Counter()
+        )  # by policy, context, and what became of a chosen request
         self.routed: set[tuple[int, int]] = set()
         self._traces: dict[Request, Trace] = {}
         self._queue: deque[_Job] = deque()
@@ -232,7 +234,7 @@ class Probe:
         if not _is_chosen(request.id, self.share):
             return
         if len(self._traces) + len(self._queue) + (self._running is not None) >= MOST_KEPT:
-            self.outcomes[request.policy, "skipped"] += 1
+            self._count(request.policy, request.prompt_tokens, "skipped")
         else:
             self._traces[request] = Trace()
 
@@ -265,7 +267,7 @@ class Probe:
         self._traces.clear()
         self.give_way()
         for job in self._queue:
-            self.outcomes[job.policy, "skipped"] += 1
+            self._count(job.policy, len(job.request.tokens), "skipped")
         self._queue.clear()
 
     # ---- reading again ---------------------------------------------------------------------------------------------
@@ -289,7 +291,7 @@ class Probe:
         """The next job, if it has room beside what is held. Pages that are there already are not read again before the first place."""
         job = self._queue.popleft()
         if self._memory.why_not(job.request) or not self._memory.has_room(job.request):
-            self.outcomes[job.policy, "skipped"] += 1
+            self._count(job.policy, len(job.request.tokens), "skipped")
             return False
         job.request.holding = self._memory.begin(job.request, keep=False)
         job.request.holding.find(job.request.tokens[: job.trace.places[0] + 1])
@@ -335,7 +337,11 @@ class Probe:
         job, self._running = self._running, None
         assert job is not None
         job.request.holding.release()
-        self.outcomes[job.policy, outcome] += 1
+        self._count(job.policy, len(job.request.tokens), outcome)
+
+    def _count(self, policy: int, tokens: int, outcome: str) -> None:
+        """`tokens`: of the prompt, or of all that was to be read, if that is known."""
+        self.outcomes[policy, context_of(tokens), outcome] += 1
 
     # ---- what comes of it ------------------------------------------------------------------------------------------
 

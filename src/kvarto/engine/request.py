@@ -100,6 +100,7 @@ class Request:
     probed       it may be among those that the quality probe reads again
     holding      what it holds of the memory while it runs
     scored       of the prompt's second, third ... token a `sampling.Choice`, as far as `Sampling.prompt_logprobs` was seen to
+    waits_since_seconds   time.monotonic() when it came, or was last sent back to wait
     began_seconds   time.monotonic() of its first step, None while it waits for it
     """
 
@@ -121,6 +122,7 @@ class Request:
     cached_tokens: int = field(default=0, init=False)
     preemptions: int = field(default=0, init=False)
     finish: Finish | None = field(default=None, init=False)
+    waits_since_seconds: float = field(default=0.0, init=False)
     began_seconds: float | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:

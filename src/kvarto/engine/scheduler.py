@@ -1,6 +1,7 @@
 """Who goes on in the next step: continuous batching under a budget of tokens a step and of memory. No torch.
 
-Requests that generate come first, so that a long prompt does not make them wait; then prompts, a chunk of as many tokens as are left. When memory
+Requests that generate come first, so that a long prompt does not make them wait; then prompts, a chunk of as many tokens as are left, and while
+somebody generates of no more than `Pace` says. A chunk may end anywhere: nothing that is computed depends on it but for rounding. When memory
 runs out, the request of the lowest rank is *preempted*: it lets go of its blocks and waits, its full pages stay findable as long as there is room,
 and the rest is computed again. A waiting request is let in as soon as its first chunk has room; nobody overtakes the first one that waits.
 """
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvarto.engine.holding import Holding
+from kvarto.engine.pace import Pace
 from kvarto.engine.request import Request
 
 
@@ -27,6 +29,11 @@ class Work:
     def samples(self) -> bool:
         """The step computes the last token that is known, so the next one can be chosen."""
         return self.count == self.request.missing
+
+    @property
+    def generates(self) -> bool:
+        """Somebody who has had a token waits for the next one. Before the step is committed."""
+        return self.request.missing == 1 and self.request.generated_tokens > 0
 
     @property
     def decodes(self) -> bool:
@@ -47,15 +54,18 @@ class Scheduler:
 
     begin      opens the books of a request that is let in
     released   counts what was let go of, ever: who found no room does not look again before it has grown
+    pace       how many tokens of prompts a step may have in which somebody generates
     give_way   asked when there is no room, before anybody is preempted or refused: lets go of what no request holds, and says whether it had any
     """
 
     def __init__(
         self, begin: Callable[[Request], Holding], released: Callable[[], int], *,
-        step_tokens: int, most_running: int, most_scored: int = 512, give_way: Callable[[], bool] = lambda: False,
+        step_tokens: int, most_running: int, most_scored: int = 512, pace: Pace | None = None,
+        give_way: Callable[[], bool] = lambda: False,
     ) -> None:  # fmt: skip
         self._begin, self._released, self._step_tokens, self._most_running = begin, released, step_tokens, most_running
         self._most_scored, self._give_way = most_scored, give_way
+        self._pace = pace or Pace(None)
         self._refused: tuple[Request, int] | None = None
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -89,7 +99,7 @@ class Scheduler:
             if request.holding is None:  # preempted for the sake of one before it
                 continue
             left = self._left(works, request)
-            if left == 0:
+            if left <= 0:
                 continue
             self.found_tokens[request.policy] += _find(request)
             count = min(request.missing, left)
@@ -144,6 +154,10 @@ class Scheduler:
         left = self._step_tokens - sum(work.count for work in works.values())
         if request is not None and request.scores:
             left = min(left, self._most_scored - sum(len(work.scored) for work in works.values()))
+        if request is not None and request.missing > 1 and any(work.generates for work in works.values()):
+            share = self._pace.prompt_tokens(self._pace.clock() - request.waits_since_seconds)
+            if share is not None:
+                left = min(left, share - sum(work.count for work in works.values() if not work.generates))
         return left
 
     def preempt(self, request: Request) -> None:
@@ -156,6 +170,7 @@ class Scheduler:
         self._wait(request)
 
     def _wait(self, request: Request) -> None:
+        request.waits_since_seconds = self._pace.clock()
         bisect.insort(self.waiting, request, key=lambda other: other.rank)
 
 

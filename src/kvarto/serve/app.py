@@ -24,8 +24,10 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from kvarto import __version__
-from kvarto.engine.engine import Delta, Engine
+from kvarto.engine.engine import Engine
+from kvarto.engine.loop import Delta
 from kvarto.errors import EngineClosed, KvartoError, Overloaded, Unsupported, UsageError
+from kvarto.serve.connection import BodyTooLarge, TooSlow, read_body
 from kvarto.serve.job import Job
 from kvarto.serve.metrics import CONTENT_TYPE
 from kvarto.serve.rules import Caller, Config, UnknownKey
@@ -41,10 +43,6 @@ _log = logging.getLogger("kvarto.serve")
 T = TypeVar("T")
 
 
-class BodyTooLarge(KvartoError):
-    """A body of more bytes than any request needs."""
-
-
 def make_app(engine: Engine, config: Config | None = None) -> Starlette:
     """The ASGI application. It does not close the engine."""
     service = Service(engine, config)
@@ -58,7 +56,7 @@ def make_app(engine: Engine, config: Config | None = None) -> Starlette:
 
     async def tokenize(request: Request) -> Response:
         _caller(service, request)
-        return JSONResponse(await run_in_threadpool(service.tokenize, await _body(request)))
+        return JSONResponse(await run_in_threadpool(service.tokenize, await read_body(request, _MOST_BODY_BYTES)))
 
     async def models(request: Request) -> Response:
         caller = _caller(service, request)
@@ -109,7 +107,7 @@ async def _generate(service: Service, request: Request, understand: Callable[[by
     arrived, kv_format = time.monotonic(), ""
     try:
         caller = _caller(service, request)  # before anything is read
-        plan = await run_in_threadpool(understand, await _body(request), caller)
+        plan = await run_in_threadpool(understand, await read_body(request, _MOST_BODY_BYTES), caller)
         kv_format = str(plan.asks[0][0].kv)
         job = Job(service.engine, service.metrics, plan.asks, name=plan.id, arrived=arrived)
         await run_in_threadpool(job.submit)
@@ -207,16 +205,6 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
-async def _body(request: Request) -> bytes:
-    """All of it. Raises BodyTooLarge."""
-    body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > _MOST_BODY_BYTES:
-            raise BodyTooLarge(f"the body has more than {_MOST_BODY_BYTES} bytes")
-    return bytes(body)
-
-
 # ---- errors ----------------------------------------------------------------------------------------------------------------
 
 
@@ -243,8 +231,11 @@ def _explain(error: KvartoError) -> tuple[int, Json, dict[str, str]]:
             )
         case UsageError() | Unsupported():
             status, kind = 400, "invalid_request_error"
+        # The rest of such a body is not waited for.
         case BodyTooLarge():
-            status, kind = 413, "invalid_request_error"
+            status, kind, headers = 413, "invalid_request_error", {"Connection": "close"}
+        case TooSlow():
+            status, kind, headers = 408, "invalid_request_error", {"Connection": "close"}
         case Overloaded():
             status, kind, code, headers = 429, "rate_limit_error", "overloaded", retry
         case EngineClosed():

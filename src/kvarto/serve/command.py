@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import socket
 import threading
@@ -14,14 +15,13 @@ import torch
 import uvicorn
 from rich.console import Console
 
-from kvarto.engine.engine import Ask, Engine, open_tiers, parse_bytes
+from kvarto.engine.engine import Engine, open_tiers, parse_bytes
 from kvarto.engine.probe import BASELINE, Probing
-from kvarto.engine.request import Sampling
-from kvarto.errors import Unsupported, UsageError
+from kvarto.errors import UsageError
 from kvarto.formats import parse_policy
-from kvarto.layout import PAGE_TOKENS
 from kvarto.models.load import load
 from kvarto.serve.app import make_app
+from kvarto.serve.connection import TimedProtocol
 from kvarto.serve.rules import Config, check_formats, read_config
 
 _FLUSH_SECONDS = 5
@@ -45,6 +45,7 @@ class ServeOptions:
     host: str
     port: int
     step_tokens: int
+    step_ms: float
     max_running: int
     max_waiting: int
     threads: int | None
@@ -88,16 +89,22 @@ def serve(options: ServeOptions, config: Config) -> None:
             tiers=open_tiers(options.host_memory, options.disk, options.disk_memory),
             most_waiting=options.max_waiting,
             step_tokens=options.step_tokens,
+            step_seconds=options.step_ms / 1000,
             most_running=options.max_running,
             probe=probing,
         )
         with engine:
             http = uvicorn.Config(
-                make_app(engine, config), log_config=None, access_log=False, timeout_graceful_shutdown=_FLUSH_SECONDS
+                make_app(engine, config),
+                http=TimedProtocol,
+                log_config=None,
+                access_log=False,
+                timeout_graceful_shutdown=_FLUSH_SECONDS,
             )
             for line in [*describe(engine), *describe_rules(config)]:
                 console.print(line)
-            warm_up(engine)
+            engine.warm_up()
+            _settle()
             _listen(listener, http.backlog)
             address = listener.getsockname()
             host = f"[{address[0]}]" if ":" in address[0] else address[0]
@@ -140,13 +147,15 @@ def describe_rules(config: Config) -> list[str]:
     return lines
 
 
-def warm_up(engine: Engine) -> None:
-    """Let kernels be compiled before the first client waits for them: each format fills a page and reads it. Raises Unsupported if one cannot."""
-    tokens = [0] * (PAGE_TOKENS + 1)
-    asks = [Ask(tokens, Sampling(max_tokens=2), kv, identity=_log.name, probed=False) for kv in engine.held]
-    for done in engine.generate(asks):
-        if done.error:
-            raise Unsupported(f"format {done.kv} does not run on this machine: {done.error}; serve another one")
+def _settle() -> None:
+    """Whatever is here now stays: Python's collector need not look at it again.
+
+    It looks at everything once a quarter of what is old is new, and beside a million objects of torch and transformers that takes thousands of
+    requests; meanwhile rings of small objects, which asyncio leaves behind with each connection, pile up. From here on it counts anew.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.collect()
 
 
 class DrainingServer(uvicorn.Server):

@@ -8,9 +8,10 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
 
-from kvarto.engine.engine import Ask, Delta, Engine, Ticket
+from kvarto.engine.engine import Ask, Engine
+from kvarto.engine.loop import Delta, Ticket
 from kvarto.engine.request import Finish, Request
-from kvarto.errors import EngineClosed, KvartoError
+from kvarto.errors import EngineClosed, KvartoError, UsageError
 from kvarto.serve.metrics import Metrics, Times
 from kvarto.serve.shapes import Json, usage
 from kvarto.serve.structured import GrammarGuide
@@ -52,7 +53,7 @@ class Job:
             raise
 
     async def news(self) -> AsyncIterator[tuple[int, Delta]]:
-        """(choice, Delta) as they come, until every choice is over. Raises EngineClosed or GenerationFailed."""
+        """(choice, Delta) as they come, until every choice is over. Raises EngineClosed, GenerationFailed or UsageError."""
         while len(self._ended) < len(self._tickets):
             index, delta, now = await self._news.get()
             for _ in delta.choices:
@@ -96,7 +97,8 @@ class Job:
         if delta.finish == Finish.ABORT:
             raise EngineClosed("the server is closing and could not finish the request")
         if isinstance(guide, GrammarGuide) and guide.failure:
-            raise GenerationFailed(f"the schema became too complex to enforce: {guide.failure}")
+            reason = f"one that became too complex: {guide.failure}"
+            raise UsageError(guide.field, "a JSON schema that can be enforced", reason, "make it simpler")
 
     def _end(self, index: int, now: float, finish: Finish) -> None:
         self._ended.add(index)

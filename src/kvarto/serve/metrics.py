@@ -232,11 +232,12 @@ def _probe_families(probe: Probe) -> Iterator[Metric]:
         top1.add_metric([*where, "true"], tally.agreed)
         top1.add_metric([*where, "false"], counts[-1] - tally.agreed)
     done = CounterMetricFamily(
-        "kvarto_probe_requests", "Requests chosen for the probe, by what became of that", labels=["kv_format", "outcome"]
+        "kvarto_probe_requests", "Requests chosen for the probe, by what became of that", labels=[*labels, "outcome"]
     )  # fmt: skip
     probed = [policy for policy in range(len(probe.names)) if policy != probe.baseline]
-    for policy, outcome in product(probed, OUTCOMES):
-        done.add_metric([probe.names[policy], outcome], probe.outcomes[policy, outcome])
+    for policy, context, outcome in product(probed, range(len(CONTEXT_NAMES)), OUTCOMES):
+        where = [probe.names[policy], CONTEXT_NAMES[context]]
+        done.add_metric([*where, outcome], probe.outcomes[policy, context, outcome])
     yield from (kl, top1, done)
     if probe.threshold_nats is not None:
         routed = GaugeMetricFamily(

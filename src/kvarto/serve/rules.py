@@ -59,6 +59,7 @@ class Options(Table):
     host: str | None = None
     port: int | None = Field(default=None, ge=0, le=65535)
     step_tokens: Count | None = None
+    step_ms: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     max_running: Count | None = None
     max_waiting: Count | None = None
     threads: Count | None = None

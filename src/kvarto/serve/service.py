@@ -80,9 +80,11 @@ class Service:
                     for sampling in wanted.sampling(max_tokens, wanted.logprobs, wanted.scored)
                 ]
             )
+            repeats_scores = wanted.echo and wanted.logprobs is not None
             shown = Prompt(
                 tokens,
                 text=(prompt if isinstance(prompt, str) else names.text(tokens)) if wanted.echo else "",
+                offsets=self.tokens.offsets(prompt) if repeats_scores and isinstance(prompt, str) else None,
                 logprobs=wanted.logprobs if wanted.echo else None,
                 scores=wanted.prompt_logprobs,
             )

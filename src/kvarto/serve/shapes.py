@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from kvarto.engine.engine import Delta
+from kvarto.engine.loop import Delta
 from kvarto.engine.request import Finish
 from kvarto.engine.sampling import Choice
 from kvarto.serve.chat import Call, ToolCallReader
@@ -41,12 +41,14 @@ class Prompt:
     """What an answer shows of its prompt, whose tokens these are.
 
     text       to be repeated, or ""
+    offsets    where each token begins in it; None: one behind the other
     logprobs   repeated with log probabilities, and so many likely tokens of each place; None: without
     scores     `prompt_logprobs`: the same, as vLLM shows it
     """
 
     tokens: Sequence[int]
     text: str = ""
+    offsets: Sequence[int] | None = None
     logprobs: int | None = None
     scores: int | None = None
 
@@ -110,15 +112,16 @@ class CompletionShape:
 
     def feed(self, delta: Delta) -> Iterator[Json]:
         """A part if there is text, log probabilities or an end."""
-        text, choices, scores = delta.text, self._names.shown(delta), Json()
+        text, choices, scores, offsets = delta.text, self._names.shown(delta), Json(), list[int]()
         if self._prompt is not None:
-            text, choices = self._prompt.text + text, self._prompt.echoed(delta.scored) + choices
+            text, echoed = self._prompt.text + text, self._prompt.echoed(delta.scored)
+            offsets, choices = self._offsets(echoed, self._prompt), echoed + choices
             scores, self._prompt = self._prompt.scores_of(delta.scored, self._names), None
         if text or choices or scores or delta.finish:
             yield {
                 "index": self._index,
                 "text": text,
-                "logprobs": self._logprobs(choices),
+                "logprobs": self._logprobs(choices, offsets),
                 "finish_reason": delta.finish and str(delta.finish),
             } | scores
 
@@ -132,13 +135,26 @@ class CompletionShape:
         """Nothing."""
         return {}
 
-    def _logprobs(self, choices: Sequence[Choice]) -> Json | None:
-        if not choices:
-            return None
-        tokens, offsets = [self._names.of(choice.token) for choice in choices], []
+    def _offsets(self, echoed: Sequence[Choice], prompt: Prompt) -> list[int]:
+        """Of the prompt's tokens; what follows begins where its text ends."""
+        if prompt.offsets is None:
+            return self._next_offsets([self._names.of(choice.token) for choice in echoed])
+        self._offset = len(prompt.text)
+        return list(prompt.offsets[: len(echoed)])
+
+    def _next_offsets(self, tokens: Sequence[str]) -> list[int]:
+        offsets = []
         for token in tokens:
             offsets.append(self._offset)
             self._offset += len(token)
+        return offsets
+
+    def _logprobs(self, choices: Sequence[Choice], offsets: list[int]) -> Json | None:
+        """`offsets`: of the first ones, if they are known."""
+        if not choices:
+            return None
+        tokens = [self._names.of(choice.token) for choice in choices]
+        offsets = offsets + self._next_offsets(tokens[len(offsets) :])
         return {
             "tokens": tokens,
             "token_logprobs": [choice.logprob for choice in choices],

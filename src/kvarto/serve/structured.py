@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 _OPTIONS = "x-guidance"
 # As json.dumps writes and models were trained; with free white space a small model may write nothing else.
 _WRITING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+# llguidance looks at 2,000 items at once, and each property that need not be there has four until it is written. More would be slow:
+# with 2,000 properties a step takes 0.7 s, in which everybody waits.
+_MOST_OPTIONAL = 400
+_DATA = ("const", "default", "enum", "examples")  # what stands there is no schema
 _TEXT = rf"TEXT: /(.|\n)*/ & ~/(.|\n)*{OPEN}(.|\n)*/"
 _LISTING = re.compile(r"^( *\d+ \| |<)", re.MULTILINE)  # llguidance adds the grammar, which is ours, to what it says
 
@@ -70,13 +74,16 @@ class Structure:
             raise UsageError(
                 field, f"a JSON schema without {_OPTIONS}: how JSON is written is not the client's to say", _OPTIONS
             )
+        if (most := max(map(_most_optional, (answer, *(tool.parameters for tool in tools))))) > _MOST_OPTIONAL:
+            got = f"an object with {most} of them"
+            raise UsageError(field, f"at most {_MOST_OPTIONAL} properties that are not required", got, "require some")
         matcher = llguidance.LLMatcher(self._tokens, "\n".join([f"start: {' | '.join(begins)}", *rules]), log_level=0)
         if not matcher.is_error():
             matcher.compute_bitmask()  # a schema that refers to nothing but itself fails here
         if matcher.is_error():
             reason = _LISTING.split(matcher.get_error(), 1)[0]
             raise UsageError(field, "a JSON schema that can be enforced", " ".join(reason.split()))
-        return GrammarGuide(matcher, self._eos)
+        return GrammarGuide(matcher, self._eos, field)
 
     def _call_rules(self, tools: Sequence[Function], *, talk: bool, several: bool) -> Iterator[str]:
         """`calls`: one or several, perhaps with text before the first. Each function has a rule of its own, so that references in its schema hold."""
@@ -103,14 +110,14 @@ class Structure:
 
 
 class GrammarGuide:
-    """A grammar and how far a text is in it. `failure` says why it was given up, which ends the text."""
+    """A grammar and how far a text is in it. `failure` says why it was given up, which ends the text; `field` is where the client wanted it."""
 
-    def __init__(self, matcher: llguidance.LLMatcher, eos_tokens: Sequence[int]) -> None:
-        self._matcher, self._eos, self.failure = matcher, list(eos_tokens), ""
+    def __init__(self, matcher: llguidance.LLMatcher, eos_tokens: Sequence[int], field: str) -> None:
+        self._matcher, self._eos, self.field, self.failure = matcher, list(eos_tokens), field, ""
 
     def copy(self) -> GrammarGuide:
         """Another one that is as far in the text; the grammar is compiled once."""
-        return GrammarGuide(self._matcher.deep_copy(), self._eos)
+        return GrammarGuide(self._matcher.deep_copy(), self._eos, self.field)
 
     def apply(self, logits: Tensor) -> Tensor:
         """logits float32 [V], with -inf for what the grammar forbids."""
@@ -125,6 +132,22 @@ class GrammarGuide:
     def accept(self, token: int) -> None:
         """This token came next."""
         self._matcher.consume_token(token)
+
+
+def _most_optional(schema: Any) -> int:
+    """Properties of one object that are not required, the most that an object has anywhere in it."""
+    most, left = 0, [schema]
+    while left:  # a client's schema may be deep
+        part = left.pop()
+        if isinstance(part, dict):
+            properties, required = part.get("properties"), part.get("required")
+            if isinstance(properties, dict):
+                kept = [each for each in required if isinstance(each, str)] if isinstance(required, list) else []
+                most = max(most, len(properties.keys() - kept))
+            left += [value for key, value in part.items() if key not in _DATA]
+        elif isinstance(part, list):
+            left += part
+    return most
 
 
 def _json(schema: dict[str, Any]) -> str:

@@ -82,8 +82,14 @@ def test_numbers_of_a_summary() -> None:
     assert summary([Answer(error="no")]) == {"requests": 1, "failed": 1, "errors": ["no"]}
     runs = [{"seconds": 1, "output_tokens_per_second": speed} for speed in (3, 1, 2)]
     assert typical(runs)["output_tokens_per_second"] == 2
-    assert serve.against({"kvarto int4": [{"x": 3.0}, {"x": 4.0}], "b": [{"x": 2.0}, {"x": 2.0}]}, "x") == {
-        "kvarto int4": {"b": [1.5, 2.0]}
+
+
+def test_ratios_are_of_the_same_repeat() -> None:
+    """An arm whose first run answered nothing, and one that failed in its second: no run is compared with one of another time."""
+    ours = [{"repeat": 0, "failed": 9}, {"repeat": 1, "x": 4.0}, {"repeat": 2, "x": 6.0}]
+    b = [{"repeat": 0, "x": 2.0}, {"repeat": 1, "x": 1.0}, {"repeat": 2, "x": 2.0}]
+    assert serve.against({"kvarto int4": ours, "b": b, "c": [{"repeat": 0, "x": 2.0}]}, "x") == {
+        "kvarto int4": {"b": [4.0, 3.0], "c": []}
     }
 
 

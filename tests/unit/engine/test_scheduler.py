@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from kvarto.cache.arena import UNIT_BYTES, Arena
 from kvarto.cache.prefix import PrefixCache
 from kvarto.engine.holding import Group, Holding, Scratch
+from kvarto.engine.pace import Pace
 from kvarto.engine.request import Request, Sampling
 from kvarto.engine.scheduler import Scheduler, Work
 from kvarto.rule import Rule
@@ -20,10 +21,13 @@ GROUP = Group(Rule(S, sink_pages=1), raw=0, sealed=1)
 class Engine:
     """A scheduler with books; the model always says 7."""
 
-    def __init__(self, blocks: int = 64, step_tokens: int = 16, most_running: int = 4) -> None:
+    def __init__(
+        self, blocks: int = 64, step_tokens: int = 16, most_running: int = 4, pace: Pace | None = None, checked: bool = True,
+    ) -> None:  # fmt: skip
+        self.step_tokens, self.checked = step_tokens, checked
         self.cache = PrefixCache(Arena(blocks * UNIT_BYTES, [UNIT_BYTES, UNIT_BYTES]))
         self.scheduler = Scheduler(
-            self.begin, lambda: self.cache.released, step_tokens=step_tokens, most_running=most_running
+            self.begin, lambda: self.cache.released, step_tokens=step_tokens, most_running=most_running, pace=pace
         )
         self.done: list[str] = []
 
@@ -37,7 +41,7 @@ class Engine:
 
     def step(self) -> dict[str, int]:
         works: list[Work] = self.scheduler.schedule()
-        scratch = Scratch(10_000, {0: 1}, 64)
+        scratch = Scratch(10_000, {0: 1}, max(64, self.step_tokens))
         for work in works:
             work.request.holding.plan(scratch)
         for work in works:
@@ -48,7 +52,8 @@ class Engine:
                 if len(work.request.tokens) == work.request.most_tokens:
                     self.scheduler.remove(work.request)
                     self.done.append(work.request.id)
-        self.cache.check()
+        if self.checked:
+            self.cache.check()
         return {work.request.id: work.count for work in works}
 
     def finish(self) -> list[str]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import re
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from pathlib import Path
@@ -27,6 +29,7 @@ from kvarto.engine.engine import Engine, open_tiers
 from kvarto.models.load import LoadedModel
 from kvarto.serve import app as app_module
 from kvarto.serve.app import make_app
+from kvarto.serve.job import Job
 from kvarto.serve.metrics import _forms
 from kvarto.serve.rules import Caller, Config
 from kvarto.serve.service import Service
@@ -427,8 +430,40 @@ def test_a_grammar_that_grows_too_complex_is_an_error(
 
     monkeypatch.setattr(GrammarGuide, "apply", give_up)
     answer = ask("/v1/chat/completions", CHAT | {"response_format": {"type": "json_object"}})
-    assert answer.status_code == 500
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "response_format")
     assert "too many items" in answer.json()["error"]["message"]
+    streamed = ask("/v1/chat/completions", CHAT | {"response_format": {"type": "json_object"}, "stream": True})
+    events = [json.loads(line[6:]) for line in streamed.text.splitlines() if line.startswith("data: {")]
+    assert (events[-1]["error"]["param"], events[-1]["error"]["type"]) == ("response_format", "invalid_request_error")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_over_is_freed_without_the_collector(
+    ask: Asker, engine: Engine, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """Rings of objects wait until Python looks for them among old ones, with a grammar each: thousands of requests long."""
+    seen: list[weakref.ref[Any]] = []
+
+    class Watched(Job):
+        def submit(self) -> None:
+            super().submit()
+            seen.extend(weakref.ref(each) for each in (self, *self._tickets, *(t.request for t in self._tickets)))
+
+    monkeypatch.setattr(app_module, "Job", Watched)
+    gc.collect()
+    gc.disable()
+    try:
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "boolean"}}}
+        assert (
+            ask("/v1/chat/completions", CHAT | {"n": 2, "response_format": form, "stream": stream}).status_code == 200
+        )
+        assert len(seen) == 5
+        end = time.monotonic() + 10
+        while any(each() is not None for each in seen) and time.monotonic() < end:
+            time.sleep(0.01)
+        assert [each() for each in seen] == [None] * 5
+    finally:
+        gc.enable()
 
 
 def test_a_fault_of_ours_is_a_500(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("transformers")
 
 from bytes_tokenizer import EOS, tokenizer
-from kvarto.engine.engine import Delta
+from kvarto.engine.loop import Delta
 from kvarto.engine.request import Finish
 from kvarto.engine.sampling import Choice
 from kvarto.serve.protocol import Function
@@ -75,6 +75,14 @@ def test_a_prompt_that_is_repeated() -> None:
         Delta("a", (Choice(token("a"), -2.0, ((halves[0], -0.5), (halves[1], -0.7))),))
     )
     assert part["logprobs"]["top_logprobs"] == [{"\ufffd": -0.5}]
+
+
+def test_what_a_tokenizer_adds_to_a_prompt_is_no_part_of_its_text() -> None:
+    prompt = Prompt([EOS, token("b"), token("c")], "bc", offsets=[0, 0, 1], logprobs=0)
+    shape = CompletionShape(0, NAMES, prompt)
+    shown = parts(shape, Delta("d", (Choice(token("d"), -0.5),), scored=SCORED), letter("e"), END)
+    assert (shown[0]["text"], shown[0]["logprobs"]["tokens"]) == ("bcd", ["<end>", "b", "c", "d"])
+    assert shape.whole(shown)["logprobs"]["text_offset"] == [0, 0, 1, 2, 3]
 
 
 def test_a_prompt_that_is_repeated_without_log_probabilities_in_a_stream() -> None:

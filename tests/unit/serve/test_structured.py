@@ -18,7 +18,7 @@ from bytes_tokenizer import EOS, tokenizer
 from kvarto.errors import Unsupported, UsageError
 from kvarto.serve.chat import CLOSE, OPEN, Call, ToolCallReader
 from kvarto.serve.protocol import Function
-from kvarto.serve.structured import GrammarGuide, Structure
+from kvarto.serve.structured import GrammarGuide, Structure, _most_optional
 
 VOCABULARY = 300  # wider than the tokenizer, as in many models
 PERSON = {
@@ -138,6 +138,31 @@ def test_a_schema_that_cannot_be_enforced_is_refused(schema: dict[str, Any]) -> 
     with pytest.raises(UsageError, match="response_format: ") as caught:
         guide(answer=schema)
     assert "x-guidance" not in str(caught.value)
+
+
+def many(count: int, required: int = 0) -> dict[str, Any]:
+    names = [f"p{number}" for number in range(count)]
+    properties = {name: {"type": "boolean"} for name in names}
+    return {"type": "object", "properties": properties, "required": names[:required], "additionalProperties": False}
+
+
+def test_objects_with_very_many_optional_properties() -> None:
+    assert allows(guide(answer=many(400)), '{"p7": true, "p399": false}')
+    guide(answer=many(2000, 1600))
+    nested = {"type": "array", "items": {"anyOf": [{"type": "null"}, many(2000)]}}
+    for schema in (many(2000), many(2000, 1599), nested, {"$defs": {"x": many(401)}, "$ref": "#/$defs/x"}):
+        with pytest.raises(UsageError, match="^response_format: expected at most 400 properties that are not required"):
+            guide(answer=schema)
+    with pytest.raises(UsageError, match="^tools: expected at most 400 properties"):
+        structure().guide(
+            "tools", answer=None, tools=[Function(name="f", parameters=many(401))], required=True, several=False
+        )
+    data = {"properties": dict.fromkeys(map(str, range(2000)), 1)}
+    assert allows(guide(answer={"enum": [data, 7]}), "7")
+    deep: dict[str, Any] = {"const": 1}
+    for _ in range(5000):
+        deep = {"not": deep}
+    assert _most_optional(deep) == 0
 
 
 @pytest.mark.parametrize("options", [5, {}, {"lenient": True}, {"item_separator": " and "}])
