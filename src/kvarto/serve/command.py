@@ -18,7 +18,7 @@ from kvarto.engine.engine import Ask, Engine, open_tiers, parse_bytes
 from kvarto.engine.probe import BASELINE, Probing
 from kvarto.engine.request import Sampling
 from kvarto.errors import Unsupported, UsageError
-from kvarto.formats import parse_policy
+from kvarto.formats import parse_policy, spelled_policy
 from kvarto.layout import PAGE_TOKENS
 from kvarto.models.load import load
 from kvarto.serve.app import make_app
@@ -59,8 +59,8 @@ def serve_command(options: ServeOptions, file: Path | None = None, given: Sequen
     config = Config() if file is None else read_config(file)
     options = replace(options, **config.options_but(given))
     if file is not None:
-        offered = [str(parse_policy(text)) for text in (options.kv, *options.also)]
-        check_formats(file, config, offered, lambda text: str(parse_policy(text)))
+        offered = {text: str(parse_policy(text)) for text in (options.kv, *options.also)}
+        check_formats(file, config, list(offered.values()), lambda text: offered.get(text) or str(spelled_policy(text)))
     serve(options, config)
 
 
