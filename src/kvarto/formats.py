@@ -128,7 +128,7 @@ def parse_policy(text: str) -> Policy:
         return spelled_policy(text)
     read = read_policy_file(text)
     formats = []
-    for number, entry in enumerate(read.content.entries):
+    for number, entry in enumerate(read.content.layers):
         try:
             formats.append(_entry_format(entry))
         except UsageError as error:

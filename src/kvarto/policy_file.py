@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from kvarto.errors import UsageError
 from kvarto.files import write_whole
@@ -48,6 +48,9 @@ class LayerEntry(_Table):
     v_scale: Scales | None = None
 
 
+Layer = Annotated[LayerEntry, BeforeValidator(lambda value: {"format": value} if isinstance(value, str) else value)]
+
+
 class RecordEntry(_Table):
     """The calibration record that a policy was made from: where it lay, and the SHA-256 of its file."""
 
@@ -60,26 +63,17 @@ class PolicyFile(_Table):
 
     kvarto_policy: Literal[1] = 1
     name: str = Field(default="", pattern=rf"^({_NAME})?$")
-    layers: tuple[str | LayerEntry, ...] = Field(min_length=1, max_length=4096, strict=False)
+    layers: tuple[Layer, ...] = Field(min_length=1, max_length=4096, strict=False)
     record: RecordEntry | None = None
     provenance: dict[str, Any] = {}
 
-    @property
-    def entries(self) -> tuple[LayerEntry, ...]:
-        """Of each layer, texts made entries."""
-        return tuple(LayerEntry(format=each) if isinstance(each, str) else each for each in self.layers)
-
     def to_json(self) -> str:
         """As it is written: a layer a line."""
-        content = self.model_dump(exclude_defaults=True) | {"kvarto_policy": self.kvarto_policy}
-        layers = ",\n".join(f"    {json.dumps(each)}" for each in content.pop("layers"))
-        head = "".join(
-            f"  {json.dumps(key)}: {json.dumps(content.pop(key))},\n"
-            for key in ("kvarto_policy", "name")
-            if key in content
-        )
-        tail = "".join(f",\n  {json.dumps(key)}: {json.dumps(value)}" for key, value in content.items())
-        return f'{{\n{head}  "layers": [\n{layers}\n  ]{tail}\n}}\n'
+        said = self.model_dump(mode="json", exclude_none=True)
+        layers = (entry["format"] if len(entry) == 1 else entry for entry in said.pop("layers"))
+        parts = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in said.items() if value]
+        parts.append('"layers": [\n    ' + ",\n    ".join(map(json.dumps, layers)) + "\n  ]")
+        return "{\n  " + ",\n  ".join(parts) + "\n}\n"
 
 
 @dataclass(frozen=True)
@@ -113,7 +107,7 @@ def read_policy_file(text: str) -> ReadPolicy:
         content = PolicyFile.model_validate(raw)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        where = ".".join(str(part) for part in first["loc"] if part not in ("str", "LayerEntry"))
+        where = ".".join(str(part) for part in first["loc"])
         raise UsageError(f"policy {path}: {where}", first["msg"].lower(), f"{first['input']!r:.100}") from None
     name = content.name or re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip("-._")[:64] or "policy"
     return ReadPolicy(content, name, hashlib.sha256(data).hexdigest(), path.absolute())

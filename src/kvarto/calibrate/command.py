@@ -25,6 +25,8 @@ from kvarto.models.load import LoadedModel, load
 from kvarto.policy_file import PolicyFile, RecordEntry, write_policy_file
 from kvarto.progress import Progress, progress_for
 
+_NARROWEST_COLUMNS = 110
+
 
 @dataclass(frozen=True)
 class CalibrateOptions:
@@ -136,11 +138,13 @@ def _show_record(record: Record, path: Path) -> None:
 
 def _show_policy(made: Made, path: Path) -> None:
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=max(console.width, _NARROWEST_COLUMNS))
     title = f"KL to the model's own cache, {made.held_out_documents} documents held out (95 % intervals)"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for heading in ("format", "bits", "KL nats", "interval", "top-1", "predicted"):
         table.add_column(heading, no_wrap=True, justify="left" if heading == "format" else "right")
-    for name, found in made.measured.items():
+    for name, found in sorted(made.measured.items(), key=lambda each: each[1].bits):
         predicted = made.predicted_nats.get(name)
         table.add_row(
             str(made.policy.name) if name == "policy" else name, f"{found.bits:.3f}", f"{found.kl_nats.mean:.4g}",

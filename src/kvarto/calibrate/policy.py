@@ -22,18 +22,19 @@ from kvarto.layer_pages import LayerSpec
 from kvarto.layout import PAGE_TOKENS, Side
 from kvarto.models.load import LoadedModel, load
 from kvarto.models.texts import fingerprint
-from kvarto.policy_file import PolicyFile, RecordEntry
+from kvarto.policy_file import LayerEntry, PolicyFile, RecordEntry
 from kvarto.progress import Progress, Silent
 
-COMPARED = ("int3", "int4")
 _WINDOW_TOKENS = 512
 
 
 @dataclass(frozen=True)
 class Search:
-    """How a policy is looked for: among which `codecs`, on how many tokens, and on how many of other documents it is measured."""
+    """How a policy is looked for: among which `codecs`, on how many tokens; and on how many of other documents it is measured, beside what is
+    `compared`: one codec everywhere, with the first page raw too."""
 
     codecs: Sequence[str] = ("int2", "int3", "int4", "int8")
+    compared: Sequence[str] = ("int2", "int3", "int4")
     search_tokens: int = 4096
     measured_tokens: int = 4096
     least_tokens: int = LEAST_TOKENS
@@ -70,13 +71,13 @@ def make_policy(
     loaded = load(model, progress=progress.say) if isinstance(model, str) else model
     specs = [layer for layer in plan_layers(loaded.model) if isinstance(layer, LayerSpec)]
     offered = {codec: registry[codec] for codec in search.codecs}
-    numbers = sum(spec.geometry.elements_per_token for spec in specs)
+    numbers = sum(spec.geometry.elements_per_token * spec.geometry.page_tokens for spec in specs)
     free = {(item, codec): 0.0 for item, codec, _ in _sizes(specs, offered)}
     spend(_options(specs, offered, free), budget_bits, numbers)  # says now if no choice meets the budget
     kept, held_out = split(documents)
     looked_at = _windows(kept, loaded, search.search_tokens, search.least_tokens)
     held = _windows(held_out, loaded, search.measured_tokens, search.least_tokens)
-    compared = {codec: Policy(Format(registry[codec], registry[codec], PAGE_TOKENS)) for codec in COMPARED}
+    compared = {codec: Policy(Format(registry[codec], registry[codec], PAGE_TOKENS)) for codec in search.compared}
     measured_cost = sum(len(window.tokens) for window in held) * (2 + len(compared))
     progress.plan(cost_tokens(looked_at) + measured_cost)
     costs = sensitivities(loaded.model, looked_at, list(offered.values()), progress)
@@ -86,13 +87,11 @@ def make_policy(
         for layer in range(len(specs))
     ]
     policy = Policy.by_layer(formats, name=name or _name(loaded, budget_bits))
-    measured = measure(
-        loaded.model, {"int3": compared["int3"], "policy": policy, "int4": compared["int4"]}, held, progress
-    )
+    measured = measure(loaded.model, compared | {"policy": policy}, held, progress)
     predicted = {codec: sum(cost for (_, name), cost in costs.items() if name == codec) for codec in offered}
     predicted["policy"] = sum(option.cost for option in chosen.values())
     content = PolicyFile(
-        name=policy.name, layers=tuple(str(each) for each in formats), record=record,
+        name=policy.name, layers=tuple(LayerEntry(format=str(each)) for each in formats), record=record,
         provenance={
             "model": loaded.name, "identity": loaded.identity, "source": ", ".join(sources), "text_sha256": fingerprint(documents),
             "budget_bits": budget_bits, "bits": round(bits_per_number(chosen, numbers), 4),
@@ -126,14 +125,14 @@ def _windows(documents: Sequence[Any], loaded: LoadedModel, tokens: int, least_t
     return windows
 
 
-def _sizes(specs: Sequence[LayerSpec], codecs: Mapping[str, Codec]) -> list[tuple[Item, str, float]]:
-    """(item, codec, bits of all its numbers of a token). Raises Unsupported if a codec cannot write a layer."""
-    found: list[tuple[Item, str, float]] = []
+def _sizes(specs: Sequence[LayerSpec], codecs: Mapping[str, Codec]) -> list[tuple[Item, str, int]]:
+    """(item, codec, bits of its part of a page). Raises Unsupported if a codec cannot write a layer."""
+    found: list[tuple[Item, str, int]] = []
     for layer, spec in enumerate(specs):
         for name, codec in codecs.items():
             layout = Format(codec, codec, PAGE_TOKENS).layout(spec.geometry)
             for side in Side:
-                bits = layout.slab(side).nbytes * 8 * spec.geometry.heads / spec.geometry.page_tokens
+                bits = layout.slab(side).nbytes * 8 * spec.geometry.heads
                 found.append(((layer, side), name, bits))
     return found
 

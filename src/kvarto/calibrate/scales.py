@@ -51,8 +51,7 @@ class Scales:
         sides = []
         for side in ("k", "v"):
             amax = [layer.max(keepdims=True) if per == "tensor" else layer for layer in record.amax(side)]
-            scales = [np.where(layer > 0, layer / np.float32(E4M3_MAX), np.float32(1)) for layer in amax]
-            sides.append(tuple(tuple(float(scale) for scale in layer) for layer in scales))
+            sides.append(tuple(tuple(_scale(size) for size in layer) for layer in amax))
         return cls(per, *sides)
 
     def policy(self, name: str, provenance: dict[str, Any]) -> PolicyFile:
@@ -124,6 +123,14 @@ def read_scales(folder: str | Path, *, partial: bool = False) -> Scales:
     heads = max((len(each) for side in found.values() for each in side.values()), default=1)
     sides = [tuple(found[side].get(layer, (1.0,)) for layer in layers) for side in ("k", "v")]
     return Scales("tensor" if heads == 1 else "head", *sides)
+
+
+def _scale(amax: np.float32) -> float:
+    """amax / 448 in float32, rounded up where the largest number would else be just beyond the largest code."""
+    scale = amax / np.float32(E4M3_MAX)
+    if not scale > 0:
+        return 1.0
+    return float(scale if scale * np.float32(E4M3_MAX) >= amax else np.nextafter(scale, np.float32(np.inf)))
 
 
 def _check_count(
