@@ -25,11 +25,15 @@ from kvarto.calibrate import Record, calibrate, export_scales, make_policy, read
 from kvarto.calibrate.policy import Search
 from kvarto.calibrate.rope import Rope
 from kvarto.calibrate.scales import FILE_NAME, Scales
+from kvarto.calibrate.sensitivity import sensitivities
 from kvarto.calibrate.windows import cut_windows, gather
+from kvarto.codecs import registry
 from kvarto.errors import IntegrityError, NotFinite, Unsupported, UsageError
 from kvarto.formats import parse_policy
+from kvarto.layout import Side
 from kvarto.models.load import LoadedModel, load
 from kvarto.policy_file import write_policy_file
+from kvarto.progress import Silent
 
 TOKENS, WINDOW, S = 900, 320, 64
 QUICK = Search(search_tokens=1200, measured_tokens=600, least_tokens=1)
@@ -340,6 +344,18 @@ def test_a_checkpoint_whose_weights_are_quantized_keeps_its_scheme(checkpoint: P
 # ---- policies --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3_text", "gpt_oss"])
+def test_what_is_kept_raw_costs_nothing(family: str) -> None:
+    """With windows, sinks and all: the change of an output is that of quantizing, and of nothing else."""
+    few = cut_windows(gather(["builtin"]), tokenizer(), tokens=400, window_tokens=WINDOW, least_tokens=1)
+    codecs = [registry[name] for name in ("fp32", "int2")]
+    costs = sensitivities(loaded(family).model, few, codecs, Silent())
+    for layer in range(4):
+        for side in Side:
+            assert costs[(layer, side), "fp32"] < 1e-7
+            assert costs[(layer, side), "int2"] > 1000 * costs[(layer, side), "fp32"] + 1e-6
+
+
 def test_costs_rank_what_is_measured() -> None:
     """Predicted costs fall with bits, and their sums are near the KL of all layers together where that is small."""
     made = make_policy(loaded(), budget_bits=6.0, search=QUICK)
@@ -404,9 +420,10 @@ def test_the_command_makes_a_record_scales_and_policies(
     assert len(parse_policy(str(tmp_path / "fp8.json")).layers) == 4
     policy = tmp_path / "policy.json"
     words = ["calibrate", str(folder), "--budget-bits", "5", "-o", str(policy), "--record", str(made), *few]
+    words += ["--codecs", "int3,kivi2, int4,int8"]
     assert cli.run(words) == 0
     out, _ = capsys.readouterr()
-    assert re.search(r"int3 .*\n.*tiny-5 .*\n.*int4 ", out)
+    assert re.search(r"kivi2 .*\n.*int3 .*\n.*tiny-5 .*\n.*int4 ", out), out
     content = json.loads(policy.read_text())
     assert content["record"]["path"] == str(made)
     assert len(parse_policy(str(policy)).layers) == 4
@@ -421,6 +438,10 @@ def test_the_command_makes_a_record_scales_and_policies(
         (["MODEL", "-o", "x.txt", "--budget-bits", "3"], "a name that ends in .json, for a policy"),
         (["MODEL", "-o", "OUT.json", "--budget-bits", "1"], r"budget_bits: expected at least 3.5, .*, got 1"),
         (["MODEL", "-o", "OUT.record", "--text", "nowhere"], "text: expected one of a file, a folder, builtin"),
+        (
+            ["MODEL", "-o", "OUT.json", "--budget-bits", "5", "--codecs", "int5"],
+            "codec: expected one of .*, got 'int5'",
+        ),
         (["nomodel", "-o", "OUT.record"], "model: expected one of"),
         (["export-scales", "none.record", "MODEL"], "record: expected an existing file, got none.record"),
         (["import-scales", "MODEL", "-o", "OUT.json"], "k_scale and v_scale of its layers, got none"),

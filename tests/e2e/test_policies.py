@@ -17,14 +17,16 @@ from test_study import tiny_model, tiny_study
 
 import kvarto
 from kvarto.attention import LayerKV, PagedKV
+from kvarto.binding import BoundCodec
 from kvarto.cache.tiers import DiskTier, HostTier, Tiers
+from kvarto.codecs import registry
 from kvarto.engine.engine import Engine
 from kvarto.engine.memory import Compute, Memory
 from kvarto.engine.request import Request, Sampling
 from kvarto.errors import UnknownName, UsageError
 from kvarto.formats import parse_policy
 from kvarto.layer_pages import LayerSpec
-from kvarto.layout import Geometry
+from kvarto.layout import Geometry, Side
 from kvarto.models.load import LoadedModel
 from kvarto.policy_file import LayerEntry, PolicyFile, write_policy_file
 
@@ -140,6 +142,12 @@ def test_layers_of_one_rule_share_a_group_whatever_their_codecs(tmp_path: Path) 
     assert offer.bits_per_number == pytest.approx(8 * per_token / (32 * 8 * 256))
 
 
+def test_codecs_that_differ_in_scales_alone_are_read_by_one_compiled_reader() -> None:
+    codecs = [replace(registry["fp8-head"], scales=scales) for scales in ((1.0, 2.0), (0.5, 0.25))]  # type: ignore[call-arg]
+    readers = {BoundCodec(codec, codec.layout(Side.V, 64, 16)).numba for codec in codecs}
+    assert len(readers) == 1
+
+
 def test_clients_name_a_policy_by_its_name_and_open_no_file(mixed: str, tmp_path: Path) -> None:
     other = written(tmp_path, *reversed(MIXED), name="other")
     with Engine(for_an_engine(), kv="int4", also=[mixed, other], memory="4MiB") as engine:
@@ -156,6 +164,27 @@ def test_clients_name_a_policy_by_its_name_and_open_no_file(mixed: str, tmp_path
         assert done.kv == full
     with pytest.raises(UsageError, match="formats that differ"):
         Engine(for_an_engine(), kv=mixed, also=[mixed], memory="4MiB")
+
+
+def test_the_server_names_it_and_serves_it(mixed: str) -> None:
+    httpx, openai = pytest.importorskip("httpx"), pytest.importorskip("openai")
+    from test_serve import serving
+
+    with Engine(for_an_engine(), kv=mixed, also=["int8"], memory="4MiB") as engine, serving(engine) as url:
+        names = [each["kv_format"] for each in httpx.get(f"{url}/v1/models").json()["data"][0]["kvarto"]["formats"]]
+        assert names == engine.formats
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="x") as client:
+            asked = {"model": "tiny", "prompt": "abc " * 40, "max_tokens": 4}
+            for extra, expected in (
+                ({}, names[0]),
+                ({"kv_format": "mixed"}, names[0]),
+                ({"kv_format": "int8"}, "int8"),
+            ):
+                answer = client.completions.with_raw_response.create(**asked, extra_body=extra)
+                assert answer.headers["x-kv-format"] == expected
+            with pytest.raises(openai.BadRequestError, match="kv_format"):
+                client.completions.create(**asked, extra_body={"kv_format": mixed + ".json"})
+        assert f'kv_format="{names[0]}"' in httpx.get(f"{url}/metrics").text
 
 
 def test_a_policy_for_another_number_of_layers_is_refused_everywhere(tmp_path: Path) -> None:

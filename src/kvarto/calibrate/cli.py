@@ -47,6 +47,7 @@ def model(
     budget_bits: Annotated[
         float | None, typer.Option(help="Make a policy with at most so many bits a cached number, metadata included.")
     ] = None,
+    codecs: Annotated[str, typer.Option(help="What a policy may use. Default: int2,int3,int4,int8.")] = "",
     record: Annotated[Path | None, typer.Option(help="A record of the model, to be noted in the policy.")] = None,
     tokens: Annotated[
         int | None,
@@ -70,7 +71,8 @@ def model(
     calibrate_command(
         CalibrateOptions(
             model=model, text=chosen, out=out, tokens=tokens, window_tokens=window_tokens, fisher_tokens=fisher_tokens,
-            little_text=little_text, budget_bits=budget_bits, record=record, threads=threads, device=device,
+            little_text=little_text, budget_bits=budget_bits, record=record,
+            codecs=[name.strip() for name in codecs.split(",") if name.strip()], threads=threads, device=device,
         )
     )  # fmt: skip
 

@@ -18,6 +18,7 @@ from kvarto.calibrate.policy import Made, Search, make_policy, shares
 from kvarto.calibrate.record import Record
 from kvarto.calibrate.scales import Per, Scales, export_scales, read_scales
 from kvarto.calibrate.windows import LEAST_TOKENS
+from kvarto.codecs import registry
 from kvarto.errors import UsageError
 from kvarto.files import require_writable
 from kvarto.formats import parse_policy
@@ -30,7 +31,7 @@ _NARROWEST_COLUMNS = 110
 
 @dataclass(frozen=True)
 class CalibrateOptions:
-    """The options of the command; `budget_bits` None: make a record, else a policy. `record` is noted in the policy."""
+    """The options of the command; `budget_bits` None: make a record, else a policy, of `codecs` if there are any. `record` is noted in it."""
 
     model: str
     text: Sequence[str]
@@ -40,6 +41,7 @@ class CalibrateOptions:
     fisher_tokens: int
     little_text: bool
     budget_bits: float | None
+    codecs: Sequence[str]
     record: Path | None
     threads: int | None
     device: str
@@ -86,6 +88,9 @@ def _policy(options: CalibrateOptions, loaded: LoadedModel, progress: Progress) 
         Record.load(options.record, model=loaded)
         record = RecordEntry(path=str(options.record), sha256=hashlib.sha256(options.record.read_bytes()).hexdigest())
     search = Search(least_tokens=options.least_tokens)
+    if options.codecs:
+        few = [codec for codec in options.codecs if registry[codec].bits < 8]
+        search = replace(search, codecs=options.codecs, compared=few or options.codecs)
     if options.tokens is not None:
         search = replace(search, search_tokens=options.tokens, measured_tokens=options.tokens)
     return make_policy(

@@ -71,13 +71,14 @@ def make_policy(
     loaded = load(model, progress=progress.say) if isinstance(model, str) else model
     specs = [layer for layer in plan_layers(loaded.model) if isinstance(layer, LayerSpec)]
     offered = {codec: registry[codec] for codec in search.codecs}
+    compared = {codec: Policy(Format(registry[codec], registry[codec], PAGE_TOKENS)) for codec in search.compared}
+    _sizes(specs, {codec: registry[codec] for codec in compared})  # says now if one cannot write a layer
     numbers = sum(spec.geometry.elements_per_token * spec.geometry.page_tokens for spec in specs)
     free = {(item, codec): 0.0 for item, codec, _ in _sizes(specs, offered)}
     spend(_options(specs, offered, free), budget_bits, numbers)  # says now if no choice meets the budget
     kept, held_out = split(documents)
     looked_at = _windows(kept, loaded, search.search_tokens, search.least_tokens)
     held = _windows(held_out, loaded, search.measured_tokens, search.least_tokens)
-    compared = {codec: Policy(Format(registry[codec], registry[codec], PAGE_TOKENS)) for codec in search.compared}
     measured_cost = sum(len(window.tokens) for window in held) * (2 + len(compared))
     progress.plan(cost_tokens(looked_at) + measured_cost)
     costs = sensitivities(loaded.model, looked_at, list(offered.values()), progress)

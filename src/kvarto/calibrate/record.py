@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,7 @@ from kvarto.files import write_whole
 PERCENTILES = (99.0, 99.5, 99.9, 99.99)
 LOW, HIGH = 0.5, 99.5
 VERSION = 1
+_IDENTITY = re.compile("[0-9a-f]{64}")
 _KEY = "kvarto_record"
 _MOST_BYTES = 1 << 30
 
@@ -110,6 +112,8 @@ class Record:
         if digest != _digest(provenance, arrays):
             raise IntegrityError(f"{path} is damaged: its checksum is another; calibrate again")
         wanted = getattr(model, "identity", model)
+        if isinstance(model, str) and not _IDENTITY.fullmatch(model):
+            raise UsageError("model", "a LoadedModel, or an identity of 64 hexadecimal digits", repr(model))
         if wanted is not None and wanted != provenance.identity:
             expected = f"one of {getattr(model, 'name', 'the model')} ({wanted[:12]})"
             got = f"one of {provenance.model} ({provenance.identity[:12]})"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -60,8 +60,14 @@ def serve_command(options: ServeOptions, file: Path | None = None, given: Sequen
     options = replace(options, **config.options_but(given))
     if file is not None:
         offered = {text: str(parse_policy(text)) for text in (options.kv, *options.also)}
-        check_formats(file, config, list(offered.values()), lambda text: offered.get(text) or str(spelled_policy(text)))
+        check_formats(file, config, list(offered.values()), lambda text: _named(text, offered))
     serve(options, config)
+
+
+def _named(text: str, offered: Mapping[str, str]) -> str:
+    """The name of a format as `Engine.policy_of` takes it; `offered` are names by the texts that were given. Raises UsageError."""
+    policies = [name for name in offered.values() if "@" in name and text == name.partition("@")[0]]
+    return offered.get(text) or (policies[0] if len(policies) == 1 else str(spelled_policy(text)))
 
 
 def serve(options: ServeOptions, config: Config) -> None:

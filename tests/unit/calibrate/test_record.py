@@ -56,6 +56,8 @@ def test_a_record_of_another_model_is_refused(tmp_path: Path) -> None:
         UsageError, match=r"expected one of the model \(cccc.*\), got one of tiny \(aaaa.*\); calibrate this model"
     ):
         Record.load(tmp_path / "r", model="c" * 64)
+    with pytest.raises(UsageError, match="model: expected a LoadedModel, or an identity"):
+        Record.load(tmp_path / "r", model="default")
 
 
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.1, 0.5, 0.99, 0.9999])
