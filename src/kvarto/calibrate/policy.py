@@ -116,8 +116,7 @@ def _windows(documents: Sequence[Any], loaded: LoadedModel, tokens: int, least_t
     """Of at most 512 tokens, each with scored positions."""
     limit = getattr(loaded.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     length = min(_WINDOW_TOKENS, limit or _WINDOW_TOKENS)
-    least = min(least_tokens, tokens // 2)
-    cut = cut_windows(documents, loaded.tokenizer, tokens=tokens, window_tokens=length, least_tokens=least)
+    cut = cut_windows(documents, loaded.tokenizer, tokens=tokens, window_tokens=length, least_tokens=least_tokens)
     windows = [window for window in cut if len(window.tokens) > FIRST_SCORED]
     if not windows:
         raise UsageError(

@@ -42,8 +42,8 @@ def cut_windows(
         raise UsageError(
             "window_tokens", f"at least {2 * PAGE_TOKENS}, of which the first page is not counted", window_tokens
         )
-    if tokens < 1:
-        raise UsageError("tokens", "at least 1", tokens)
+    if tokens < max(least_tokens, 1):
+        raise UsageError("tokens", f"at least {max(least_tokens, 1):,}", tokens, "ask for more, or for --little-text")
     windows: list[Window] = []
     counted = 0
     for window in _rounds(documents, tokenizer, window_tokens):

@@ -38,6 +38,10 @@ def test_too_little_text_is_an_error() -> None:
         UsageError, match=r"at least 2,048 tokens behind first pages, got 859; give more text .*--little-text"
     ):
         cut_windows(DOCUMENTS, Letters(), tokens=10_000, window_tokens=201)
+    with pytest.raises(
+        UsageError, match=r"tokens: expected at least 2,048, got 600; ask for more, or for --little-text"
+    ):
+        cut_windows(DOCUMENTS, Letters(), tokens=600, window_tokens=201)
     with pytest.raises(UsageError, match="a document of more than 64 tokens"):
         cut_windows(DOCUMENTS[1:2], Letters(), tokens=10, window_tokens=201, least_tokens=0)
     with pytest.raises(UsageError, match="window_tokens: expected at least 128"):
