@@ -60,7 +60,7 @@ class BoundCodec:
     @property
     def numba(self) -> Any | None:
         """The compiled tile reader, or None if the codec has none. Compiled once in a process."""
-        return _compiled_reader(self.codec, self.layout)
+        return _compiled_reader(self.codec.as_read, self.layout)
 
     @cached_property
     def tile(self) -> Tile | None:

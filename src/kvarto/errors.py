@@ -16,7 +16,7 @@
     ├── EngineClosed                 the engine is closing, or closed
     ├── BackendUnavailable           an optional package is missing or does not work here
     ├── FetchError                   a model or text could not be fetched
-    └── IntegrityError               fetched bytes are not the bytes that were promised
+    └── IntegrityError               bytes are not those that were promised: fetched, or of a damaged file
 
 Refusals that a caller handles in the ordinary course (a kernel that does not support a shape) are values, not exceptions.
 """
@@ -116,4 +116,4 @@ class FetchError(KvartoError):
 
 
 class IntegrityError(KvartoError):
-    """Fetched bytes have another checksum than the one pinned."""
+    """Fetched bytes, or those of a checkpoint or a record, are not what they should be."""

@@ -7,7 +7,8 @@ that are not filled yet hold NaN, and the tables name only pages that a query ma
     packed V   p times the token's scale becomes float16: off by at most 2^-12 of the span of the token's values, zero point included. These
                errors are independent, so over tokens they add like p * span in a root of squares; twice that is allowed.
     packed K   q times a channel's scale becomes float16, so scores are off by about 2^-12 |q * span of the channel|; a prefill decodes keys first,
-               less one of them, which is off by as much. Twice that is allowed for the scores, and what it does to p.
+               less one of them, which is off by as much. Twice that is allowed for the scores, and what it does to p. Where keys are rotated, so
+               are queries, and become bfloat16 again: 2^-9 of |q| |k| / sqrt(D), since the errors of channels are independent.
     raw        bfloat16 p: 2^-9 of p * |v|, and again twice that. Packed bfloat16 pages likewise.
 For one token of normal numbers that is .003 of the output for packed pages and .004 for raw ones.
 
@@ -148,6 +149,8 @@ class _Form:
         tile = pages.k.tile
         self.seen, self._read = seen[:, None, None], seen.any(dim=0)
         self._bfloat16 = tile is not None and tile.planes[0].kind == "bfloat16"
+        eye = torch.eye(self.k.shape[-1], device=DEVICE)
+        self._rotates = not torch.equal(pages.k.rotate(eye), eye)
 
     def scores(self, q: Tensor) -> Tensor:
         """q [T, Hkv, R, Dk] to [T, Hkv, R, tokens]."""
@@ -158,11 +161,14 @@ class _Form:
         return torch.einsum("thrn,hnd->thrd", p * self.seen, self.v)
 
     def key_size(self, q: Tensor) -> Tensor:
-        """|q * the channels' spans|, [T, Hkv, R]; 0 where q and k are multiplied as they are."""
+        """|q * the channels' spans|, [T, Hkv, R]; 0 where q and k are multiplied as they are. More where q is rounded once more."""
         k = self.k[:, self._read]
         if self._bfloat16 or not k.shape[1]:
             return q.new_zeros(q.shape[:-1])
-        return _norm(q * (k.amax(dim=1) - k.amin(dim=1))[:, None])
+        size = _norm(q * (k.amax(dim=1) - k.amin(dim=1))[:, None])
+        if self._rotates:
+            size += BFLOAT16 / FLOAT16 * _norm(q) * (k.norm(dim=-1).amax(dim=1) * k.shape[-1] ** -0.5)[:, None]
+        return size
 
     def value_size(self, p: Tensor) -> Tensor:
         """Root of the sum of squares of p * |v|, [T, Hkv, R]."""

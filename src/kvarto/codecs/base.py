@@ -72,6 +72,11 @@ class Codec(ABC):
         """Out of the tile's domain; the inverse of `rotate`."""
         return y
 
+    @property
+    def as_read(self) -> Codec:
+        """The codec without what readers need not know: slabs of all codecs that are equal then are read by one compiled reader."""
+        return self
+
     def numba_reader(self, layout: SlabLayout) -> Reader | None:
         """A plain function for `kvarto.jit.compile_reader`; None if there is none."""
         return None

@@ -13,7 +13,7 @@ Source: OCP 8-bit floating point specification 1.0; Micikevicius et al., arXiv 2
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from kvarto.codecs.base import Codec, Reader, assemble, beyond, extract, from_tile, to_tile
@@ -93,6 +93,11 @@ class Fp8(Codec):
     def sealing(self, layout: SlabLayout) -> Cast:
         """Rounded after division by the scales, or by each token's own."""
         return Cast(self.tile(layout), self.limit, () if self.scale_per == "token" else self.scales)
+
+    @property
+    def as_read(self) -> Fp8:
+        """Each slab stores its own scale."""
+        return replace(self, scales=(1.0,))
 
     def numba_reader(self, layout: SlabLayout) -> Reader:
         """Codes as floats; the scale as the row term."""

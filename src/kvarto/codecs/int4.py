@@ -11,8 +11,8 @@ Values: what errors remain are averaged by the softmax, so a rotation (QuaRot) a
 Scales are fitted by least squares between roundings (affine.refine) and keep the variance of their group, so that scores do not shrink.
 
 Bits at S = 64: K b + 0.375 + 0.125 (int4, from D = 128 on) or 0.5 (int3, int2); V b + 16 / D. int4 at D = 128: 4.3125, 3.71 times fewer than bf16.
-Measured against KIVI and others in docs/adr/0010-lean-int4.md.
-Sources: KIVI, arXiv 2402.02750; QuaRot, arXiv 2404.00456; ADR 0004, ADR 0010.
+Measured against KIVI and others in docs/adr/0012-lean-int4.md.
+Sources: KIVI, arXiv 2402.02750; QuaRot, arXiv 2404.00456; ADR 0004, ADR 0012.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def _rotated(x: Tensor) -> Tensor:
     return hadamard.transform(x.clamp(-_ROTATION_LIMIT, _ROTATION_LIMIT))
 
 
-_SOURCE = "KIVI, QuaRot, ADR 0004, ADR 0010"
+_SOURCE = "KIVI, QuaRot, ADR 0004, ADR 0012"
 
 CODECS = (
     PageInt("int4", 4, _SOURCE, version=2, slow_bits=1, slow_share=8),

@@ -27,7 +27,7 @@ from kvarto.engine.request import Finish, Guide, Request, Sampling
 from kvarto.engine.sampling import Choice
 from kvarto.engine.text import TextStream
 from kvarto.errors import KvartoError, UnknownName, Unsupported, UsageError
-from kvarto.formats import parse_policy
+from kvarto.formats import parse_policy, spelled_policy
 from kvarto.layout import PAGE_TOKENS
 from kvarto.models.load import LoadedModel, load
 
@@ -114,7 +114,7 @@ class Engine:
     """A model served with its KV cache in one or more formats.
 
     model     a name, folder or hub id (kvarto.models), or a LoadedModel
-    kv        the format of requests that name none; `also`: others that they may name, all under one budget
+    kv        the format of requests that name none, or a policy file; `also`: others that they may name, all under one budget
     memory    bytes for keys and values, such as "8GiB"
     tiers     where pages go that leave the memory (`open_tiers`); the engine closes them
     most_waiting   more requests than that are refused with Overloaded
@@ -129,7 +129,8 @@ class Engine:
         self, model: str | LoadedModel, *, kv: str = "int4", also: Sequence[str] = (), memory: str | int = "1GiB",
         tiers: Tiers | None = None, most_waiting: int = 1024, **options: Any,
     ) -> None:  # fmt: skip
-        policies = [parse_policy(text) for text in (kv, *also)]
+        self._given = [kv, *also]
+        policies = [parse_policy(text) for text in self._given]
         self.formats = [str(policy) for policy in policies]
         if twice := [name for i, name in enumerate(self.formats) if name in self.formats[:i]]:
             raise UsageError("also", "formats that differ from kv and from each other", twice[0])
@@ -266,13 +267,19 @@ class Engine:
     # ---- formats and tickets --------------------------------------------------------------------------------------
 
     def policy_of(self, kv: str | None) -> int:
-        """The number of an offered format. Raises UnknownName that says what is offered."""
+        """The number of an offered format; a policy from a file goes by its name too, and by the path that the engine was given.
+
+        Raises UnknownName that says what is offered. Opens no file: clients say what `kv` is.
+        """
         if kv is None:
             return 0
+        if kv in self._given:
+            return self._given.index(kv)
         try:
-            name = str(parse_policy(kv))
+            name = str(spelled_policy(kv))
         except KvartoError:
-            name = kv
+            named = [name for name in self.formats if kv == name.partition("@")[0]]
+            name = named[0] if len(named) == 1 else kv
         if name not in self.formats:
             raise UnknownName("kv_format", kv, self.formats)
         return self.formats.index(name)

@@ -21,10 +21,14 @@ from kvarto.engine.scheduler import Work
 from kvarto.formats import Format, Policy, raw_format
 from kvarto.jit import torch
 from kvarto.layer_pages import LayerPages, LayerSpec
+from kvarto.rule import Rule
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+
+Kind = tuple[int, ...]
+"""What a block holds: the bytes of a page of each layer of its group."""
 
 # Sliding windows alone never fill a memory.
 ENDLESS = 1 << 40
@@ -94,10 +98,10 @@ class Memory:
     ) -> None:  # fmt: skip
         self.step_tokens, self.page_tokens = step_tokens, specs[0].geometry.page_tokens
         plans = [_Plan(specs, policy, compute) for policy in policies]
-        kinds: list[tuple[int, int]] = []
+        kinds: list[Kind] = []
         for plan in plans:
             plan.choose_kinds(kinds)
-        self.arena = Arena(budget_bytes, [layers * page_bytes for layers, page_bytes in kinds])
+        self.arena = Arena(budget_bytes, [sum(pages) for pages in kinds])
         self.prefixes = PrefixCache(self.arena, move=self._move, freed=self._poison if poison else _ignore)
         scratch_pages = step_tokens // self.page_tokens
         scratch = max(
@@ -109,7 +113,9 @@ class Memory:
         if poison:
             self._bytes.fill_(0xFF)  # NaN in every float
         self.offers = [plan.offer(self._view) for plan in plans]
-        page_units = {kind: page_bytes // UNIT_BYTES for kind, (_, page_bytes) in enumerate(kinds)}
+        page_units = {
+            kind: pages[0] // UNIT_BYTES for kind, pages in enumerate(kinds)
+        }  # raw pages of a group are alike
         self._sealed: Counter[tuple[int, int]] = Counter()  # blocks, by policy and group
         self.scratch = Scratch(self.arena.nbytes // UNIT_BYTES, page_units, scratch_pages)
 
@@ -199,7 +205,7 @@ def _ignore(_kind: int, _blocks: list[int]) -> None:
 
 
 class _Plan:
-    """The layers of a policy, in groups of equal format and geometry, before there is memory."""
+    """The layers of a policy before there is memory, in groups of equal geometry and rule: pages that come and go together, whatever their codecs."""
 
     def __init__(self, specs: Sequence[LayerSpec], policy: Policy, compute: Compute) -> None:
         self._policy, self._kinds = policy, list[tuple[int, int]]()
@@ -209,22 +215,20 @@ class _Plan:
             LayerPages(spec, chosen, raw, dtype=compute.dtype, device=compute.device, kernel=compute.kernel)
             for spec, chosen in zip(specs, formats, strict=True)
         ]
-        self.groups: dict[tuple[LayerSpec, Format], list[LayerPages]] = {}
+        self.groups: dict[tuple[LayerSpec, Rule], list[LayerPages]] = {}
         for layer in self._layers:
-            self.groups.setdefault((layer.spec, layer.format), []).append(layer)
+            self.groups.setdefault((layer.spec, layer.rule), []).append(layer)
 
-    def choose_kinds(self, kinds: list[tuple[int, int]]) -> None:
-        """A kind, (layers, bytes of a page), for the raw and for the sealed blocks of each group; what another policy has already will do."""
+    def choose_kinds(self, kinds: list[Kind]) -> None:
+        """A kind for the raw and for the sealed blocks of each group; what another policy has already will do."""
         mine: set[int] = set()
         for group in self.groups.values():
-            raw, sealed = (
-                self._kind((len(group), layout.nbytes), kinds, mine)
-                for layout in (group[0].raw_layout, group[0].layout)
-            )
+            raw = self._kind(tuple(pages.raw_layout.nbytes for pages in group), kinds, mine)
+            sealed = self._kind(tuple(pages.layout.nbytes for pages in group), kinds, mine)
             self._kinds.append((raw, sealed))
 
     @staticmethod
-    def _kind(wanted: tuple[int, int], kinds: list[tuple[int, int]], mine: set[int]) -> int:
+    def _kind(wanted: Kind, kinds: list[Kind], mine: set[int]) -> int:
         kind = next((kind for kind, other in enumerate(kinds) if other == wanted and kind not in mine), len(kinds))
         if kind == len(kinds):
             kinds.append(wanted)
@@ -234,12 +238,13 @@ class _Plan:
     def offer(self, view: Callable[[int, int], Tensor]) -> Offer:
         """With views of the memory."""
         numbers = {key: number for number, key in enumerate(self.groups)}
+        ends = dict.fromkeys(self.groups, (0, 0))  # of the raw and of the sealed pages of a group so far
         layers = []
         for pages in self._layers:
-            key = (pages.spec, pages.format)
-            place = next(i for i, other in enumerate(self.groups[key]) if other is pages)
-            raw = view(place * pages.raw_layout.nbytes, pages.raw_layout.nbytes)
-            sealed = view(place * pages.layout.nbytes, pages.layout.nbytes)
+            key = (pages.spec, pages.rule)
+            raw_at, sealed_at = ends[key]
+            raw, sealed = view(raw_at, pages.raw_layout.nbytes), view(sealed_at, pages.layout.nbytes)
+            ends[key] = (raw_at + pages.raw_layout.nbytes, sealed_at + pages.layout.nbytes)
             layers.append(Layer(pages, numbers[key], raw, pages.raw_views(raw), sealed))
         groups = [
             Group(group[0].rule, raw, sealed)

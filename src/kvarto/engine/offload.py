@@ -51,7 +51,7 @@ class Offload:
         self._memory, self.tiers = memory, tiers
         self._forms = [_forms(offer) for offer in memory.offers]
         self._seeds = [
-            repr((identity, str(offer.policy), [form for _, form in sorted(forms.items())]))
+            repr((identity, offer.policy.identity, [form for _, form in sorted(forms.items())]))
             for offer, forms in zip(memory.offers, self._forms, strict=True)
         ]
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _PREFIX = "kvarto-"
-_UNDERLYING = ("sdpa", "eager")
+UNDERLYING = ("sdpa", "eager")
 _MARK = "kvarto"
 
 
@@ -55,16 +55,16 @@ def attach(model: Any) -> None:
         return
     underlying = config._attn_implementation
     remedy = "call model.set_attn_implementation('sdpa') first"
-    if underlying not in _UNDERLYING:
+    if underlying not in UNDERLYING:
         raise Unsupported(f"attention implementation {underlying}: kvarto stands beside sdpa or eager only; {remedy}")
-    if underlying == "eager" and (missing := [m for m in decoders(model) if _eager(m) is None]):
+    if underlying == "eager" and (missing := [m for m in decoders(model) if eager_attention(m) is None]):
         raise Unsupported(
             f"{type(missing[0]).__name__} has no eager attention that kvarto could hand back to; {remedy}"
         )
     name = _PREFIX + underlying
     AttentionInterface.register(name, partial(_attention, underlying))
     AttentionMaskInterface.register(name, partial(_mask, underlying))
-    model.set_attn_implementation(_only(model.config, config, name))
+    switch(model, name)
     if config._attn_implementation != name:
         raise Unsupported(
             f"{type(model).__name__} does not let its attention implementation be set; use the model's own cache"
@@ -74,6 +74,11 @@ def attach(model: Any) -> None:
 def is_attached(config: Any) -> bool:
     """True if the model of this text config asks kvarto."""
     return str(config._attn_implementation).startswith(_PREFIX)
+
+
+def underlying_name(config: Any) -> str:
+    """The implementation that the model of this text config has by itself."""
+    return str(config._attn_implementation).removeprefix(_PREFIX)
 
 
 def decoders(model: Any) -> list[Any]:
@@ -86,7 +91,12 @@ def detach(model: Any) -> None:
     """Give the model the attention implementation back that it had; its kvarto caches then refuse to go on."""
     config = model.config.get_text_config(decoder=True)
     if is_attached(config):
-        model.set_attn_implementation(_only(model.config, config, config._attn_implementation.removeprefix(_PREFIX)))
+        switch(model, underlying_name(config))
+
+
+def switch(model: Any, name: str) -> None:
+    """Set the attention implementation of the text decoder, and of nothing else."""
+    model.set_attn_implementation(_only(model.config, model.config.get_text_config(decoder=True), name))
 
 
 def _only(config: Any, wanted: Any, name: str) -> dict[str, Any]:
@@ -116,12 +126,12 @@ def _attention(
     if layer is not None:
         return layer.attend(module, query, value, padding, options), None
     if padding is None:
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(underlying, _eager(module))
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(underlying, eager_attention(module))
         return attend(module, query, key, value, attention_mask, **options)  # type: ignore[no-any-return]
     raise Unsupported(f"{type(module).__name__} alters keys between cache and attention; use the model's own cache")
 
 
-def _eager(module: Any) -> Any:
+def eager_attention(module: Any) -> Any:
     """The model's own eager attention, which every modeling file that follows the interface defines under this name."""
     return getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
 

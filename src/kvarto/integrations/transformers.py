@@ -167,7 +167,8 @@ class _Layer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
 class Cache(cache_utils.Cache):  # type: ignore[misc]
     """A cache for `model.generate(..., cache=...)` or `model(..., cache=...)` that keeps K and V in quantized pages.
 
-    policy   a format as text ("int4", "int8/int4+window256", "int4+skip=0,-1"), a Format or a Policy; `skip` counts the layers that cache
+    policy   a format as text ("int4", "int8/int4+window256", "int4+skip=0,-1"), the path of a policy file, a Format or a Policy; `skip` counts the
+             layers that cache
     kernel   a kernel's name, or None for the best one
 
     Raises Unsupported with the reason for a model that cannot use it; then the model is as it was. The model is attached (`interface.attach`):

@@ -6,7 +6,7 @@ import gc
 import logging
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -18,7 +18,7 @@ from rich.console import Console
 from kvarto.engine.engine import Engine, open_tiers, parse_bytes
 from kvarto.engine.probe import BASELINE, Probing
 from kvarto.errors import UsageError
-from kvarto.formats import parse_policy
+from kvarto.formats import parse_policy, spelled_policy
 from kvarto.models.load import load
 from kvarto.serve.app import make_app
 from kvarto.serve.connection import TimedProtocol
@@ -60,9 +60,15 @@ def serve_command(options: ServeOptions, file: Path | None = None, given: Sequen
     config = Config() if file is None else read_config(file)
     options = replace(options, **config.options_but(given))
     if file is not None:
-        offered = [str(parse_policy(text)) for text in (options.kv, *options.also)]
-        check_formats(file, config, offered, lambda text: str(parse_policy(text)))
+        offered = {text: str(parse_policy(text)) for text in (options.kv, *options.also)}
+        check_formats(file, config, list(offered.values()), lambda text: _named(text, offered))
     serve(options, config)
+
+
+def _named(text: str, offered: Mapping[str, str]) -> str:
+    """The name of a format as `Engine.policy_of` takes it; `offered` are names by the texts that were given. Raises UsageError."""
+    policies = [name for name in offered.values() if "@" in name and text == name.partition("@")[0]]
+    return offered.get(text) or (policies[0] if len(policies) == 1 else str(spelled_policy(text)))
 
 
 def serve(options: ServeOptions, config: Config) -> None:

@@ -13,9 +13,9 @@ from pathlib import Path
 from rich.console import Console
 
 from kvarto.models.catalog import DEFAULT_MODEL
+from kvarto.progress import progress_for
 from kvarto.study.files import default_folder, remove_if_empty, require_writable, write_files
 from kvarto.study.options import FULL, StudyOptions
-from kvarto.study.progress import progress_for
 from kvarto.study.render import render
 from kvarto.study.result import Margins, StudyResult
 from kvarto.study.run import run_study

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import tempfile
 from datetime import datetime
 from pathlib import Path
 
 from kvarto.errors import UsageError
+from kvarto.files import write_whole
 from kvarto.study.render import picture
 from kvarto.study.report import html
 from kvarto.study.result import StudyResult
@@ -45,19 +45,6 @@ def write_files(result: StudyResult, folder: Path) -> list[Path]:
         REPORT_NAME: html(result),
         PICTURE_NAME: picture(result),
     }
-    return [_write(folder / name, text) for name, text in contents.items()]
-
-
-def _write(path: Path, text: str) -> Path:
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except OSError as error:
-        raise UsageError("--out", "a folder that can be written to", f"{path} ({error.strerror})") from error
-    finally:
-        partial.unlink(missing_ok=True)
-    return path
+    for name, text in contents.items():
+        write_whole(folder / name, text.encode())
+    return [folder / name for name in contents]

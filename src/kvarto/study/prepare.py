@@ -12,6 +12,7 @@ from kvarto.errors import Unsupported, UsageError
 from kvarto.formats import Policy
 from kvarto.models.load import LoadedModel, load
 from kvarto.models.texts import Document, texts
+from kvarto.progress import Progress
 from kvarto.study.arms import Arm, baseline_arm, candidate_arm, control_arm
 from kvarto.study.fidelity import FIRST_SCORED, FidelityStage
 from kvarto.study.json_check import JsonStage, build_extractions
@@ -20,7 +21,6 @@ from kvarto.study.options import Budget, StudyOptions, candidates, within
 from kvarto.study.passages import Passages, cut_passages, paragraphs
 from kvarto.study.result import Skipped
 from kvarto.study.speed import SpeedStage
-from kvarto.study.stage import Progress
 from kvarto.study.threads import choose_threads
 
 

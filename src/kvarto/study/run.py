@@ -16,13 +16,14 @@ from transformers.utils import logging as transformers_logging
 from kvarto.errors import KvartoError
 from kvarto.formats import Policy, parse_policy
 from kvarto.models.load import LoadedModel
+from kvarto.progress import Progress, Silent
 from kvarto.study.conclude import conclude
 from kvarto.study.memory import Order, measure_growth
 from kvarto.study.options import StudyOptions
 from kvarto.study.prepare import Study, prepare
 from kvarto.study.result import StudyResult
 from kvarto.study.speed import layer_specs
-from kvarto.study.stage import Progress, Silent, Step
+from kvarto.study.stage import Step
 
 _MEMORY_COST_TOKENS = 600
 
@@ -91,7 +92,7 @@ def _memory_step(study: Study) -> Step:
 
     def run() -> None:
         model = study.loaded.model
-        formats = tuple(None if arm.policy is None else str(arm.policy) for arm in named)
+        formats = tuple(None if arm.policy is None else _text(arm.policy) for arm in named)
         order = Order(
             study.loaded.folder, tuple(layer_specs(model)), str(model.dtype).removeprefix("torch."), tokens, formats
         )
@@ -102,6 +103,11 @@ def _memory_step(study: Study) -> Step:
 
 def _has_name(policy: Policy) -> bool:
     try:
-        return parse_policy(str(policy)) == policy
+        return parse_policy(_text(policy)) == policy
     except KvartoError:
         return False
+
+
+def _text(policy: Policy) -> str:
+    """What another process reads as this policy."""
+    return policy.origin or str(policy)

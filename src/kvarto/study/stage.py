@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from kvarto.study.arms import Arm
 
@@ -18,35 +17,3 @@ class Step:
     cost_tokens: int
     run: Callable[[], None]
     arm: Arm | None = None
-
-
-class Progress(Protocol):
-    """Who is told how far a study is."""
-
-    def plan(self, total_cost_tokens: int) -> None:
-        """All work is known now."""
-
-    def begin(self, stage: str, label: str) -> None:
-        """A step begins."""
-
-    def done(self, cost_tokens: int) -> None:
-        """It ended."""
-
-    def say(self, message: str) -> None:
-        """Something happened that is no step."""
-
-
-class Silent:
-    """A Progress that tells nobody."""
-
-    def plan(self, total_cost_tokens: int) -> None:
-        """Nothing."""
-
-    def begin(self, stage: str, label: str) -> None:
-        """Nothing."""
-
-    def done(self, cost_tokens: int) -> None:
-        """Nothing."""
-
-    def say(self, message: str) -> None:
-        """Nothing."""

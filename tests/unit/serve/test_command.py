@@ -75,6 +75,27 @@ def test_a_configuration_is_read_before_a_model_is_loaded(tmp_path: Path, capsys
         assert re.fullmatch(f"error: {re.escape(str(file))}: {line}\n", err), err
 
 
+@pytest.mark.parametrize("kv", ["POLICY", "mine", "int8"])
+def test_rules_may_name_a_policy_as_it_was_given_or_by_its_name(
+    kv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = []
+    monkeypatch.setattr(command, "serve", lambda options, config: served.append(options))
+    policy, file = tmp_path / "mine.json", tmp_path / "kvarto.toml"
+    policy.write_text('{"kvarto_policy": 1, "layers": ["int4", "int8"]}')
+    file.write_text(f"[serve]\nkv = '{policy}'\nalso = ['int8']\n[[rules]]\nkv = '{kv.replace('POLICY', str(policy))}'")
+    assert cli.run(["serve", "--config", str(file)]) == 0
+    assert served[0].kv == str(policy)
+
+
+def test_a_policy_file_that_is_wrong_is_said_before_a_model_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "p.json").write_text('{"kvarto_policy": 1, "layers": ["in4"]}')
+    assert cli.run(["serve", "--kv", str(tmp_path / "p.json")]) == 2
+    assert re.search(r"layers\.0: codec: expected one of .*, got 'in4'; did you mean int4", capsys.readouterr().err)
+
+
 def test_the_command_line_wins_over_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     served = []
     monkeypatch.setattr(command, "serve", lambda options, config: served.append((options, config)))

@@ -1,29 +1,62 @@
-"""How far a study is, on a terminal as a bar with the time left, elsewhere as a line now and then."""
+"""How far long work is: who is told, and what is shown of it, on a terminal a bar with the time left, elsewhere a line now and then."""
 
 from __future__ import annotations
 
 import time
+from typing import Protocol
 
 from rich.console import Console
 from rich.progress import (
     BarColumn,
-    Progress,
     SpinnerColumn,
     TaskProgressColumn,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.progress import Progress as RichProgress
 
 _LINE_EVERY_SECONDS = 20.0
 
 
+class Progress(Protocol):
+    """Who is told how far it is. `cost_tokens`: about how many tokens' prefill something takes, for the time left."""
+
+    def plan(self, total_cost_tokens: int) -> None:
+        """All work is known now."""
+
+    def begin(self, stage: str, label: str) -> None:
+        """A step begins."""
+
+    def done(self, cost_tokens: int) -> None:
+        """It ended."""
+
+    def say(self, message: str) -> None:
+        """Something happened that is no step."""
+
+
+class Silent:
+    """A Progress that tells nobody."""
+
+    def plan(self, total_cost_tokens: int) -> None:
+        """Nothing."""
+
+    def begin(self, stage: str, label: str) -> None:
+        """Nothing."""
+
+    def done(self, cost_tokens: int) -> None:
+        """Nothing."""
+
+    def say(self, message: str) -> None:
+        """Nothing."""
+
+
 class Bar:
-    """A `stage.Progress` that draws a bar. Use as a context manager."""
+    """A Progress that draws a bar. Use as a context manager."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._bar = Progress(
+        self._bar = RichProgress(
             SpinnerColumn(),
             TextColumn("{task.fields[stage]:<9}"),
             BarColumn(),
@@ -63,7 +96,7 @@ class Bar:
 
 
 class Lines:
-    """A `stage.Progress` for logs: a line for each stage, and one every twenty seconds."""
+    """A Progress for logs: a line for each stage, and one every twenty seconds."""
 
     def __init__(self, console: Console) -> None:
         self._console, self._begun, self._said = console, time.monotonic(), 0.0
