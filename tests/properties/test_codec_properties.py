@@ -86,6 +86,8 @@ def test_fitted_codes_lose_no_more_than_codes_from_least_to_most(name: str, side
 
     Each round of least squares lowers the error that codes of the same number between the group's ends have, E. The last scale keeps the group's
     variance S instead (sums of squares, both): of an error E it makes 2 (S - sqrt(S (S - E))), hardly more than E where E is a small part of S.
+    What rounding the terms may add, as norms: a key's scale is up to 2^-4 off, and ends are cut off by so much of what lies between them and the
+    middle; a value's zero has few places, and a larger step than the best may be needed to reach an outlier from there: half a step for each number.
     A group near float16's end whose fitted zero lies beyond it gets the nearest zero there is, and is not held to this.
     """
     codec = registry[name]
@@ -102,11 +104,17 @@ def test_fitted_codes_lose_no_more_than_codes_from_least_to_most(name: str, side
     plain_error, error = ((y - stored).square().sum(axis) for y in (plain, got))
     spread = (stored - stored.mean(axis, True)).square().sum(axis)
     # Each of four rounds, and the last scale, may add what float16 takes from scale and zero; of 64 elements, as a norm.
-    rounding = 8.0 * (stored.abs().amax(axis) * 2.0**-10 + highest.squeeze(axis) * 2.0**-25)
+    smallest = 2.0**-17 if side is Side.K else 2.0**-20  # scales that three bits of mantissa, or six, can tell from 0
+    rounding = 8.0 * (stored.abs().amax(axis) * 2.0**-10 + highest.squeeze(axis) * smallest / 2)
     fitted = torch.minimum((plain_error.sqrt() + 4 * rounding).square(), spread)
     bound = (2 * (spread - (spread * (spread - fitted)).sqrt())).sqrt() + rounding
-    held = extract(slabs, layout, "zero").abs() < FLOAT16_MAX
-    assert bool((error.sqrt() <= 1.05 * bound)[held].all()), float((error.sqrt() - bound)[held].max())
+    if side is Side.K:
+        bound = 1.05 * bound + 2.0**-4 * spread.sqrt()
+        held = extract(slabs, layout, "zero").abs() < FLOAT16_MAX
+    else:
+        bound = 1.05 * bound + 64**0.5 * 0.5 * extract(slabs, layout, "scale").double()
+        held = torch.ones_like(bound, dtype=torch.bool)
+    assert bool((error.sqrt() <= bound)[held].all()), float((error.sqrt() - bound)[held].max())
 
 
 @SETTINGS

@@ -60,14 +60,14 @@ def test_fp8_does_not_care_about_scale_until_it_overflows_or_underflows(sigma: f
 @pytest.mark.parametrize("name", ["int4", "int3", "int2"])
 def test_ours_keeps_mean_and_variance(name: str) -> None:
     """Least squares alone would shrink a Gaussian by its distortion, 12 percent of the variance at 2 bits."""
-    x = gaussian(64) + torch.linspace(-30, 30, 64)
-    for side in Side:
+    for side, offset in ((Side.K, torch.linspace(-30, 30, 64)), (Side.V, torch.zeros(64))):
         codec, layout = registry[name], registry[name].layout(side, 64, 64)
+        x = gaussian(64) + offset
         decoded = codec.rotate(codec.decode(codec.encode(x, layout), layout), side)
         axis = -2 if side is Side.K else -1
         x = codec.rotate(x, side)
-        torch.testing.assert_close(decoded.var(axis).mean(), x.var(axis).mean(), rtol=0.01, atol=0)
-        torch.testing.assert_close(decoded.mean(axis), x.mean(axis), rtol=0.002, atol=0.07)
+        torch.testing.assert_close(decoded.var(axis).mean(), x.var(axis).mean(), rtol=0.02, atol=0)
+        torch.testing.assert_close(decoded.mean(axis), x.mean(axis), rtol=0.0, atol=0.3)
 
 
 def test_a_key_bias_costs_ours_nothing_and_plain_rotation_everything() -> None:
@@ -92,10 +92,10 @@ def signal_error(x: Tensor, name: str) -> float:
         ("bf16", 128, 16, 16),
         ("fp8-token", 128, 8.125, 8.125),
         ("int8", 128, 8.25, 8.25),
-        ("int4", 128, 5.0, 4.25),
-        ("int4", 64, 5.0, 4.5),
-        ("int3", 128, 4.0, 3.25),
-        ("int2", 64, 3.0, 2.5),
+        ("int4", 128, 4.5, 4.125),
+        ("int4", 64, 4.625, 4.25),
+        ("int3", 128, 3.875, 3.125),
+        ("int2", 64, 2.875, 2.25),
         ("kivi4", 128, 4.5, 5.0),
         ("kivi2", 128, 2.5, 3.0),
         ("kivi4-g32", 128, 5.0, 5.0),
