@@ -391,7 +391,7 @@ def test_a_policy_names_no_document_twice_and_the_same_inputs_give_the_same_one(
 
 def test_a_budget_that_nothing_meets_is_refused_before_any_work() -> None:
     with pytest.raises(
-        UsageError, match=r"budget_bits: expected at least 3.5, metadata included \(int2 everywhere\), got 2"
+        UsageError, match=r"budget_bits: expected at least 3.188, metadata included \(int2 everywhere\), got 2"
     ):
         make_policy(loaded(), budget_bits=2, search=QUICK)
 
@@ -436,7 +436,7 @@ def test_the_command_makes_a_record_scales_and_policies(
         (["MODEL", "-o", "policy.json"], "a name for a record, such as model.record"),
         (["MODEL", "-o", "none/x.record"], "a file that can be written, got none/x.record"),
         (["MODEL", "-o", "x.txt", "--budget-bits", "3"], "a name that ends in .json, for a policy"),
-        (["MODEL", "-o", "OUT.json", "--budget-bits", "1"], r"budget_bits: expected at least 3.5, .*, got 1"),
+        (["MODEL", "-o", "OUT.json", "--budget-bits", "1"], r"budget_bits: expected at least 3.188, .*, got 1"),
         (["MODEL", "-o", "OUT.record", "--text", "nowhere"], "text: expected one of a file, a folder, builtin"),
         (
             ["MODEL", "-o", "OUT.json", "--budget-bits", "5", "--codecs", "int5"],

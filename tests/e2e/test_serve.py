@@ -453,6 +453,10 @@ def test_metrics_tell_what_happened(client: openai.OpenAI, url: str) -> None:
              "inter_token_latency_seconds_count", "e2e_request_latency_seconds_count", "request_queue_time_seconds_count",
              "request_prefill_time_seconds_count", "request_decode_time_seconds_count", "request_time_per_output_token_seconds_count",
              "prefix_cache_queries_total")  # fmt: skip
+    long = "Pages are sealed when they are full. " * 30
+    client.completions.create(
+        model=MODEL, prompt=long, max_tokens=3
+    )  # a counter with labels is there once it has counted
     before = {name: metric(url, f"kvarto_{name}", kv_format="int4") for name in names}
     client.completions.create(
         model=MODEL, prompt="The capital of France is", max_tokens=4, extra_body={"ignore_eos": True}

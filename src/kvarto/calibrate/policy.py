@@ -95,7 +95,7 @@ def make_policy(
         name=policy.name, layers=tuple(LayerEntry(format=str(each)) for each in formats), record=record,
         provenance={
             "model": loaded.name, "identity": loaded.identity, "source": ", ".join(sources), "text_sha256": fingerprint(documents),
-            "budget_bits": budget_bits, "bits": round(bits_per_number(chosen, numbers), 4),
+            "budget_bits": budget_bits, "bits": bits_per_number(chosen, numbers),
             "predicted_kl_nats": _rounded(predicted["policy"]), "measured_kl_nats": _rounded(measured["policy"].kl_nats.mean),
             "search_tokens": sum(len(window.tokens) for window in looked_at), "measured_tokens": sum(len(window.tokens) for window in held),
             "versions": versions(), "date": datetime.now(UTC).isoformat(timespec="seconds"),
