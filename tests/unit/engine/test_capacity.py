@@ -75,7 +75,9 @@ def tokens_by_layout(model: str, text: str, sequences: int) -> float:
 def test_int4_holds_as_many_times_the_tokens_as_its_bits_say() -> None:
     made, geometry = memory("llama 8B", "int4", "bf16"), MODELS["llama 8B"][0].geometry
     bits = parse_policy("int4").format.layout(geometry).bits_per_element
-    assert made.capacity_tokens(0) / made.capacity_tokens(1) == pytest.approx(16 / bits, rel=0.01)
+    times = made.capacity_tokens(0) / made.capacity_tokens(1)
+    assert times == pytest.approx(16 / bits, rel=0.01)
+    assert times >= 3.7
 
 
 def test_a_request_that_can_never_fit_is_refused_with_the_bytes() -> None:
