@@ -316,7 +316,7 @@ def serve(
             max=1e6,
             help="What a step should take in which somebody generates; prompts make room for it. 0: no limit.",
         ),
-    ] = 300.0,
+    ] = 0.0,
     max_running: Annotated[int, typer.Option(min=1, help="Most requests that a step computes.")] = 64,
     max_waiting: Annotated[int, typer.Option(min=1, help="More requests than that are refused with 429.")] = 1024,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: all.")] = None,

@@ -75,7 +75,7 @@ class Options:
 
     memory_bytes: int
     step_tokens: int = 512
-    step_seconds: float | None = 0.3
+    step_seconds: float | None = None
     most_running: int = 64
     kernel: str | None = None
     tiers: Tiers | None = None
