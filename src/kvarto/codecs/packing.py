@@ -85,7 +85,7 @@ def unpack_tile(slab, low, high, bits, tile):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def add_bits(slab, start, weight, row):  # type: ignore[no-untyped-def]
+def add_single_bits(slab, start, weight, row):  # type: ignore[no-untyped-def]
     """For compiled readers: onto row float32 [n] `weight` for each bit of a plane's row, one bit a code, from byte `start` of slab uint8 on."""
     nbytes = row.size // 8
     for part in range(8):

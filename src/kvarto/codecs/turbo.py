@@ -43,7 +43,7 @@ import numpy as np
 from kvarto.codecs import hadamard
 from kvarto.codecs.base import Codec, Reader, assemble, beyond, extract, from_tile, halving_mean, to_tile
 from kvarto.codecs.packing import (
-    add_bits,
+    add_single_bits,
     bend_codes,
     code_fields,
     code_planes,
@@ -348,14 +348,14 @@ class TurboSplit(Codec):
                 load_floats(slab, scale_quarter, "float16", row_zero)
                 for token in range(tokens):
                     row = tile[token]
-                    add_bits(slab, more + token * (quarter // 8), np.float32(1 << bits), row[:quarter])
+                    add_single_bits(slab, more + token * (quarter // 8), np.float32(1 << bits), row[:quarter])
                     bend_codes(row[:quarter], first_place)
                     bend_codes(row[quarter:], rest_place)
                     row[:quarter] *= row_zero[token]
                     row[quarter:] *= row_scale[token]
             else:
                 for channel in range(quarter):
-                    add_bits(slab, more + channel * (tokens // 8), np.float32(1 << bits), tile[channel])
+                    add_single_bits(slab, more + channel * (tokens // 8), np.float32(1 << bits), tile[channel])
                 bend_codes(tile[:quarter].reshape(quarter * tokens), first_place)
                 bend_codes(tile[quarter:].reshape(tile.size - quarter * tokens), rest_place)
                 load_floats(slab, scale_quarter, "float16", row_scale)
