@@ -8,7 +8,7 @@ import triton.language as tl
 from kvarto.tile import LOW_ZERO_STEPS, LOW_ZEROS, Tile
 
 UINT, E4M3, E5M2, BFLOAT16, FLOAT16, SHORT = (tl.constexpr(i) for i in range(6))
-_KINDS = {"uint": 0, "e4m3": 1, "e5m2": 2, "bfloat16": 3, "float16": 4}
+_KINDS = {"uint": 0, "e4m3": 1, "e5m2": 2, "bfloat16": 3, "float16": 4, "short": 5}
 
 
 @triton.constexpr_function
@@ -194,7 +194,7 @@ def low_middle(tile: Tile) -> float:
 @triton.constexpr_function
 def scale_kind(tile: Tile) -> int:
     """SHORT or FLOAT16, of column scales."""
-    return 5 if tile.scale is not None and tile.scale.dtype == "short" else 4
+    return _KINDS["short" if tile.scale is not None and tile.scale.dtype == "short" else "float16"]
 
 
 @triton.constexpr_function
