@@ -17,16 +17,20 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from kvarto.codecs import Codec, registry
 from kvarto.codecs.fp8 import Fp8
 from kvarto.errors import Unsupported, UsageError
 from kvarto.layout import PAGE_TOKENS, Geometry, PageLayout, Side
-from kvarto.policy_file import LayerEntry, names_file, read_policy_file
+
+if TYPE_CHECKING:
+    from kvarto.policy_file import LayerEntry
 
 _PART = re.compile(r"(sink|window)([0-9]{1,9})")
 _LAYERS = re.compile(r"-?[0-9]{1,6}(,-?[0-9]{1,6})*")
 _DIGEST_DIGITS = 16
+_FILES = (".json", ".toml")
 _GRAMMAR = "a codec or K-codec/V-codec, then +sinkN, +windowN, +skip=LAYERS"
 
 
@@ -126,6 +130,8 @@ def parse_policy(text: str) -> Policy:
     """Read the text form (module docstring), or the file that it names. Raises UnknownName or UsageError. Not for what strangers send."""
     if not names_file(text):
         return spelled_policy(text)
+    from kvarto.policy_file import read_policy_file  # Needs pydantic, which kernels and their tests do without.
+
     read = read_policy_file(text)
     formats = []
     for number, entry in enumerate(read.content.layers):
@@ -135,6 +141,11 @@ def parse_policy(text: str) -> Policy:
             name = f"policy {read.path}: layers.{number}: {error.name}"
             raise UsageError(name, error.expected, error.got, error.remedy) from None
     return Policy.by_layer(formats, name=read.name, sha256=read.sha256, origin=str(read.path))
+
+
+def names_file(text: str) -> bool:
+    """`text` means a policy file, not a format: no format ends so."""
+    return text.strip().lower().endswith(_FILES)
 
 
 def spelled_policy(text: str) -> Policy:

@@ -28,7 +28,6 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from kvarto.errors import UsageError
 from kvarto.files import write_whole
 
-SUFFIXES = (".json", ".toml")
 _MOST_BYTES = 16 << 20
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 Scales = Annotated[tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], ...], Field(min_length=1, strict=False)]
@@ -86,11 +85,6 @@ class ReadPolicy:
     path: Path
 
 
-def names_file(text: str) -> bool:
-    """`text` means a policy file, not a format: no format ends so."""
-    return text.strip().lower().endswith(SUFFIXES)
-
-
 def read_policy_file(text: str) -> ReadPolicy:
     """The policy file of this path. Raises UsageError with what is wrong."""
     path = Path(text.strip()).expanduser()
@@ -122,7 +116,7 @@ def write_policy_file(path: Path, content: PolicyFile) -> None:
 
 def _read(path: Path) -> bytes:
     if not path.is_file():
-        raise UsageError("policy", f"an existing {' or '.join(SUFFIXES)} file", path)
+        raise UsageError("policy", "an existing .json or .toml file", path)
     try:
         with path.open("rb") as file:
             data = file.read(_MOST_BYTES + 1)

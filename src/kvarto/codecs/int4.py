@@ -5,12 +5,12 @@
 
 Keys: a channel of a page is nearly constant where RoPE turns slowly (the bias of Qwen2 models, up to hundreds, sits there, arXiv 2502.01563), so
 each channel has a scale and a zero of its own, as in KIVI. The channels that turn slowest also carry most of a score's error, the same ones on every
-model that rotates halves; they get more bits: int4 one more for an eighth of the channels (16 at least), int3 and int2 two more for a quarter. They
-are the last ones of each half (of a partly rotated head too, nearly).
+model that rotates halves; they get more bits: two more for a quarter of the channels, but int4 from D = 128 on one more for an eighth. They are the
+last ones of each half (of a partly rotated head too, nearly).
 Values: what errors remain are averaged by the softmax, so a rotation (QuaRot) and one scale for each token suffice.
 Scales are fitted by least squares between roundings (affine.refine) and keep the variance of their group, so that scores do not shrink.
 
-Bits at S = 64: K b + 0.375 + 0.125 (int4, from D = 128 on) or 0.5 (int3, int2); V b + 16 / D. int4 at D = 128: 4.3125, 3.71 times fewer than bf16.
+Bits at S = 64: K b + 0.375 + 0.5, or 0.125 (int4 from D = 128 on); V b + 16 / D. int4 at D = 128: 4.3125, 3.71 times fewer than bf16; at 64: 4.5625.
 Measured against KIVI and others in docs/adr/0012-lean-int4.md.
 Sources: KIVI, arXiv 2402.02750; QuaRot, arXiv 2404.00456; ADR 0004, ADR 0012.
 """
@@ -42,10 +42,12 @@ _ROTATION_LIMIT = 1e30
 
 @dataclass(frozen=True)
 class PageInt(Codec):
-    """b-bit integers, fitted to the page; `slow_bits` (1 or 2) more for one in `slow_share` channels of the keys."""
+    """b-bit integers, fitted to the page.
 
-    slow_bits: int = 2
-    slow_share: int = 4
+    lean_from  the head dimension from which on an eighth of the key channels has one further bit, where below a quarter has two
+    """
+
+    lean_from: int = 1 << 30
 
     def refuses(self, side: Side, page_tokens: int, dim: int) -> str | None:
         """Values need a Hadamard matrix of the head dimension, keys a quarter of it in whole bytes."""
@@ -60,7 +62,7 @@ class PageInt(Codec):
         bits = int(self.bits)
         if side is Side.V:
             return [*code_fields(bits, dim, page_tokens), ("scale", "float16", (page_tokens,))]
-        slow_nbytes = len(self.slow_channels(dim)) * self.slow_bits // 8
+        slow_nbytes = len(self.slow_channels(dim)) * self.slow_bits(dim) // 8
         slow: FieldSpec = ("codes_slow", "uint8", (page_tokens, slow_nbytes))
         return [*code_fields(bits, page_tokens, dim), slow, ("zero", "float16", (dim,)), ("scale", "uint8", (dim,))]
 
@@ -77,7 +79,7 @@ class PageInt(Codec):
         fit = affine.refine(x, -2, levels)
         scale, zero = affine.short_scale(fit)
         codes = affine.nearest(fit.x, affine.long_scale(scale), zero.float(), levels)
-        slow = pack_plane(codes[..., self.slow_channels(layout.dim)] >> bits, self.slow_bits)
+        slow = pack_plane(codes[..., self.slow_channels(layout.dim)] >> bits, self.slow_bits(layout.dim))
         low = pack(codes & ((1 << bits) - 1), bits)
         return assemble(layout, **low, codes_slow=slow, scale=scale.squeeze(-2), zero=zero.squeeze(-2))
 
@@ -90,7 +92,7 @@ class PageInt(Codec):
         if layout.side is Side.V:
             scale, zero = affine.parted(scale.unsqueeze(-1), 1 << bits)
             return hadamard.transform(affine.dequantize(from_tile(codes, Side.V), scale, zero), inverse=True)
-        slow = unpack_plane(extract(slabs, layout, "codes_slow"), self.slow_bits)
+        slow = unpack_plane(extract(slabs, layout, "codes_slow"), self.slow_bits(dim))
         codes[..., self.slow_channels(dim)] += slow << bits
         zero = extract(slabs, layout, "zero")
         return affine.dequantize(codes, affine.long_scale(scale).unsqueeze(-2), zero.unsqueeze(-2))
@@ -120,7 +122,7 @@ class PageInt(Codec):
         channels, field = self.slow_channels(layout.dim), layout["codes_slow"]
         run = len(channels) // 2
         runs = ((channels[0], run), (channels[run], run))
-        planes += (Plane(field.offset, field.shape[1], self.slow_bits, runs, shift=bits),)
+        planes += (Plane(field.offset, field.shape[1], self.slow_bits(layout.dim), runs, shift=bits),)
         return Tile(planes, Term(scale, "short", "column"), Term(layout["zero"].offset, "float16", "column"))
 
     def sealing(self, layout: SlabLayout) -> Refine:
@@ -140,7 +142,7 @@ class PageInt(Codec):
                 load_low_zeros(slab, scale, highest, row_scale, row_zero)
 
             return read_values
-        zero, slow, slow_bits = layout["zero"].offset, layout["codes_slow"].offset, self.slow_bits
+        zero, slow, slow_bits = layout["zero"].offset, layout["codes_slow"].offset, self.slow_bits(layout.dim)
         first, slow_nbytes = self.slow_channels(layout.dim)[0], layout["codes_slow"].shape[1]
 
         def read_keys(slab, tile, row_scale, row_zero, channel_scale, channel_zero):  # type: ignore[no-untyped-def]
@@ -151,17 +153,21 @@ class PageInt(Codec):
 
         return read_keys
 
+    def slow_bits(self, dim: int) -> int:
+        """Further bits of a slow channel."""
+        return 1 if dim >= self.lean_from else 2
+
     def slow_channels(self, dim: int) -> list[int]:
-        """The channels that RoPE turns slowest, the end of each half: one in `slow_share`, in two bytes a token at least."""
-        of_a_byte = 4 // self.slow_bits
-        each = max(of_a_byte * max(1, dim * self.slow_bits // (8 * self.slow_share)), 8 // self.slow_bits)
-        half = dim // 2
+        """The channels that RoPE turns slowest, the end of each half: a quarter, or an eighth; in two bytes a token at least."""
+        bits = self.slow_bits(dim)
+        nbytes = max(2, dim * bits * bits // 64)
+        each, half = nbytes * 8 // bits // 2, dim // 2
         return [*range(half - each, half), *range(dim - each, dim)]
 
     def _key_levels(self, dim: int) -> Tensor:
         """Number of codes of each key channel, float32 [D]."""
         levels = torch.full((dim,), float(1 << int(self.bits)))
-        levels[self.slow_channels(dim)] = float(1 << (int(self.bits) + self.slow_bits))
+        levels[self.slow_channels(dim)] = float(1 << (int(self.bits) + self.slow_bits(dim)))
         return levels
 
 
@@ -173,7 +179,7 @@ def _rotated(x: Tensor) -> Tensor:
 _SOURCE = "KIVI, QuaRot, ADR 0004, ADR 0012"
 
 CODECS = (
-    PageInt("int4", 4, _SOURCE, version=2, slow_bits=1, slow_share=8),
+    PageInt("int4", 4, _SOURCE, version=3, lean_from=128),
     PageInt("int3", 3, _SOURCE, version=2, headline=False),
     PageInt("int2", 2, _SOURCE, version=2),
 )
