@@ -44,7 +44,7 @@ EXPECTED = {
     "int8": Expected(64, 32, 900),
     "fp8": Expected(64, 32, 1050),
     "turbo4+": Expected(64, 60, 2350),
-    "turbo3": Expected(64, 32, 2700),
+    "turbo3": Expected(64, 115, 2700),  # Triton 3.6 takes some rows through shared memory, 3.7 does not.
 }
 
 
