@@ -37,9 +37,9 @@ class BoundCodec:
         """Of the codec."""
         return self.codec.name
 
-    def encode(self, x: Tensor) -> Tensor:
-        """See `Codec.encode`."""
-        return self.codec.encode(x, self.layout)
+    def encode(self, x: Tensor, first: Tensor | None = None) -> Tensor:
+        """See `Codec.encode`, or with places `Codec.encode_at`."""
+        return self.codec.encode(x, self.layout) if first is None else self.codec.encode_at(x, self.layout, first)
 
     def decode(self, slabs: Tensor) -> Tensor:
         """See `Codec.decode`."""
@@ -53,14 +53,25 @@ class BoundCodec:
         """See `Codec.unrotate`."""
         return self.codec.unrotate(y, self.layout.side)
 
-    def saturated(self, x: Tensor) -> int:
-        """See `Codec.saturated`."""
-        return self.codec.saturated(x, self.layout.side)
+    def saturated(self, x: Tensor, first: Tensor | None = None) -> int:
+        """See `Codec.saturated`, or with places `Codec.saturated_at`."""
+        side = self.layout.side
+        return self.codec.saturated(x, side) if first is None else self.codec.saturated_at(x, side, first)
+
+    def fitted(self, x: Tensor) -> BoundCodec:
+        """See `Codec.fitted`."""
+        return BoundCodec(self.codec.fitted(x, self.layout.side), self.layout)
 
     @property
     def numba(self) -> Any | None:
         """The compiled tile reader, or None if the codec has none. Compiled once in a process."""
-        return _compiled_reader(self.codec.as_read, self.layout)
+        told = self.constants
+        return _compiled_reader(self.codec.as_read, self.layout, 0 if told is None else told.shape[1])
+
+    @cached_property
+    def constants(self) -> Any | None:
+        """See `Codec.constants`."""
+        return self.codec.constants(self.layout)
 
     @cached_property
     def tile(self) -> Tile | None:
@@ -69,9 +80,9 @@ class BoundCodec:
 
 
 @cache
-def _compiled_reader(codec: Codec, layout: SlabLayout) -> Any | None:
+def _compiled_reader(codec: Codec, layout: SlabLayout, constants: int) -> Any | None:
     reader = codec.numba_reader(layout)
-    return None if reader is None else compile_reader(reader, layout)
+    return None if reader is None else compile_reader(reader, layout, constants)
 
 
 def choose_kernel(wanted: str | None, layout: PageLayout, k: SlabReader, v: SlabReader, device: str) -> Kernel:

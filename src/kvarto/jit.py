@@ -117,20 +117,22 @@ class CompiledReader:
         function(*[ctypes.cast(array.ctypes.data, kind) for array, kind in zip(arrays, function.argtypes, strict=True)])
 
 
-def compile_reader(function: Callable[..., None], layout: SlabLayout) -> CompiledReader:
-    """Compile a tile reader: `read(slab, tile, row_scale, row_zero, channel_scale, channel_zero) -> None`.
+def compile_reader(function: Callable[..., None], layout: SlabLayout, constants: int = 0) -> CompiledReader:
+    """Compile a tile reader: `read(slab, constants, tile, row_scale, row_zero, channel_scale, channel_zero) -> None`.
 
-    slab uint8 [slab_nbytes]; tile float32 [S, D] for K or [D, S] for V; the row terms float32 [S], the channel terms float32 [D]. The kernel
-    fills scales with 1 and zeros with 0 once; a reader writes the terms that its codec has, always the same ones. Shapes are constants to the
-    compiler, so loops are compiled for them; one kernel calls the readers of all codecs by address.
+    slab uint8 [slab_nbytes]; constants float32 [constants], the head's row of `Codec.constants`; tile float32 [S, D] for K or [D, S] for V; the row
+    terms float32 [S], the channel terms float32 [D]. The kernel fills scales with 1 and zeros with 0 once; a reader writes the terms that its codec
+    has, always the same ones. Shapes are constants to the compiler, so loops are compiled for them; one kernel calls the readers of all codecs by
+    address.
     """
     numba = require("numba")
     read, carray, types = inlined(function), numba.carray, numba.types
     nbytes, tile_shape, S, D = (layout.nbytes,), layout.tile_shape, (layout.page_tokens,), (layout.dim,)
 
-    def read_at(slab, tile, row_scale, row_zero, channel_scale, channel_zero):  # type: ignore[no-untyped-def]
+    def read_at(slab, told, tile, row_scale, row_zero, channel_scale, channel_zero):  # type: ignore[no-untyped-def]
         read(
             carray(slab, nbytes),
+            carray(told, (constants,)),
             carray(tile, tile_shape),
             carray(row_scale, S),
             carray(row_zero, S),
@@ -141,7 +143,7 @@ def compile_reader(function: Callable[..., None], layout: SlabLayout) -> Compile
     floats = types.CPointer(types.float32)
     # What a codec outside this package calls is not in the cache's name, so it is compiled anew in every process.
     ours = Path(function.__code__.co_filename).is_relative_to(Path(__file__).parent)
-    return CompiledReader(_compile(read_at, types.void(types.CPointer(types.uint8), *[floats] * 5), cache=ours))
+    return CompiledReader(_compile(read_at, types.void(types.CPointer(types.uint8), *[floats] * 6), cache=ours))
 
 
 def compile_kernel(function: Callable[[Any], None], record: Any) -> Any:

@@ -180,8 +180,9 @@ class LayerKV(LayerPages):
         sealed_ids = self.sealed.take(len(due))
         if due:
             raw_ids = [self.rows[row].raw[page] for row, page in due]
-            ids = send(np.array([raw_ids, sealed_ids], np.int32), self.device)
-            self.seal(self.open.pages, self._views, ids[0], self.sealed.pages, ids[1])
+            first = [page * self.rule.page_tokens for _, page in due]
+            sent = send(np.array([raw_ids, sealed_ids, first], np.int32), self.device)
+            self.seal(self.open.pages, self._views, sent[0], self.sealed.pages, sent[1], sent[2])
             self.finite.due = self.finite.deferred
         self.sequences.seal(due, sealed_ids)
 

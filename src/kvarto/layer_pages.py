@@ -77,9 +77,9 @@ class LayerPages:
         raw_v.index_put_((pages, slots), v)
 
     def seal(
-        self, raw_pages: Tensor, views: tuple[Tensor, Tensor], raw_ids: Tensor, sealed_pages: Tensor, sealed_ids: Tensor
+        self, raw_pages: Tensor, views: tuple[Tensor, Tensor], raw_ids: Tensor, sealed_pages: Tensor, sealed_ids: Tensor, first: Tensor,
     ) -> None:  # fmt: skip
-        """Encode full raw pages raw_ids, int32 [n] on the device, from raw values, into sealed ones.
+        """Encode full raw pages raw_ids, int32 [n] on the device, from raw values, into sealed ones; `first`: the places of their first tokens.
 
         Those with a negative sealed id are skipped, on the CPU and where `replayable`.
         """
@@ -92,14 +92,14 @@ class LayerPages:
         elements = _SEAL_ELEMENTS_CPU if self.device.type == "cpu" else _SEAL_ELEMENTS
         at_once = max(1, elements // (self.spec.geometry.elements_per_token * self.rule.page_tokens))
         if self.device.type == "cpu":  # elsewhere one would wait for the answer, and nobody asks for it (`replayable`)
-            raw_ids, sealed_ids = (ids[sealed_ids >= 0] for ids in (raw_ids, sealed_ids))
+            raw_ids, sealed_ids, first = (ids[sealed_ids >= 0] for ids in (raw_ids, sealed_ids, first))
         raw_ids, sealed_ids = raw_ids.long(), sealed_ids.long()
         for i in range(0, len(raw_ids), at_once):
-            ids, targets = raw_ids[i : i + at_once], sealed_ids[i : i + at_once]
+            ids, targets, at = (each[i : i + at_once] for each in (raw_ids, sealed_ids, first))
             k = raw_k.transpose(1, 2)[ids].float()
             v = raw_v.permute(0, 2, 3, 1)[ids].float().transpose(-1, -2)
-            self.saturated = self.saturated + self.k.saturated(k) + self.v.saturated(v)
-            sealed_pages[targets] = torch.cat([self.k.encode(k), self.v.encode(v)], dim=-1).flatten(1)
+            self.saturated = self.saturated + self.k.saturated(k, at) + self.v.saturated(v, at)
+            sealed_pages[targets] = torch.cat([self.k.encode(k, at), self.v.encode(v, at)], dim=-1).flatten(1)
 
     @property
     def replayable(self) -> bool:

@@ -22,7 +22,7 @@ from kvarto.errors import ShapeError
 
 PAGE_TOKENS = 64
 SLAB_ALIGNMENT_BYTES = 16
-ITEM_BYTES = {"uint8": 1, "uint16": 2, "float16": 2, "bfloat16": 2, "float32": 4}
+ITEM_BYTES = {"uint8": 1, "uint16": 2, "float16": 2, "bfloat16": 2, "int32": 4, "float32": 4}
 
 
 class Side(StrEnum):

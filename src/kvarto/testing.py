@@ -1,16 +1,19 @@
 """Conformance checks that anyone may call on a codec of their own: `check_codec(MyCodec(...))`.
 
 Each check raises AssertionError with what was expected. Our own tests run them over the registry, so a new codec file is checked by existing.
+A codec that needs constants gets those of the numbers that it is tried on (`Codec.fitted`).
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvarto.binding import BoundCodec
 from kvarto.codecs import Codec
+from kvarto.formats import Format
 from kvarto.jit import torch
 from kvarto.layout import PAGE_TOKENS, Side
 
@@ -27,7 +30,7 @@ def check_codec(codec: Codec, *, dims: tuple[int, ...] = DIMS, page_tokens: int 
     taken = []
     for side in Side:
         for dim in dims:
-            if codec.refuses(side, page_tokens, dim) is None:
+            if specimen(codec, side, dim, page_tokens).refuses(side, page_tokens, dim) is None:
                 bound = BoundCodec(codec, codec.layout(side, page_tokens, dim))
                 check_layout(bound)
                 check_bytes_do_not_depend_on_batch(bound)
@@ -35,8 +38,19 @@ def check_codec(codec: Codec, *, dims: tuple[int, ...] = DIMS, page_tokens: int 
                 check_signal_to_noise(bound)
                 check_rotation(bound)
                 check_numba_reader(bound)
+                check_places(bound)
                 taken.append(dim)
     assert {64, 128} & set(taken), f"{codec.name} refuses every usual head dimension"
+
+
+def specimen(codec: Codec, side: Side, dim: int, page_tokens: int = PAGE_TOKENS) -> Codec:
+    """The codec, if it needs constants with those of `key_like` numbers of this shape."""
+    return codec.fitted(key_like((16, page_tokens, dim), seed=9), side)
+
+
+def specimen_format(chosen: Format, k_dim: int, v_dim: int) -> Format:
+    """The format with specimens as codecs."""
+    return replace(chosen, k=specimen(chosen.k, Side.K, k_dim), v=specimen(chosen.v, Side.V, v_dim))
 
 
 def check_layout(bound: BoundCodec) -> None:
@@ -52,6 +66,7 @@ def check_layout(bound: BoundCodec) -> None:
 def check_bytes_do_not_depend_on_batch(bound: BoundCodec) -> None:
     """Sealing pages alone, together, or from a strided view gives the same bytes: path invariance rests on it."""
     x = key_like((3, 2, bound.layout.page_tokens, bound.layout.dim), seed=1)
+    bound = bound.fitted(x)
     together = bound.encode(x)
     assert together.dtype == torch.uint8
     assert together.shape == (3, 2, bound.layout.nbytes)
@@ -73,7 +88,9 @@ def check_hard_groups(bound: BoundCodec) -> None:
     outlier[0, 3, 5] = 100.0
     cases = {"zero": zero, "constant": zero + 3.7, "tiny": key_like((1, tokens, dim), seed=2) * 1e-6, "outlier": outlier,
              "bias": key_like((1, tokens, dim), seed=3) + 300.0, "huge": key_like((1, tokens, dim), seed=4) * 1e4}  # fmt: skip
+    codec = bound
     for name, x in cases.items():
+        bound = codec.fitted(x)
         decoded = bound.decode(bound.encode(x))
         assert decoded.shape == x.shape
         assert decoded.dtype == torch.float32
@@ -90,6 +107,7 @@ def check_hard_groups(bound: BoundCodec) -> None:
         assert float(((decoded - x).abs() * inside).max()) <= reach, (
             f"{bound.codec.name}: {name} slab is off by more than its range"
         )
+    bound = codec.fitted(zero)
     beyond = zero + 1e30
     assert bool(torch.isfinite(bound.decode(bound.encode(beyond))).all())
     error = float((bound.decode(bound.encode(beyond)) - beyond).abs().max()) / 1e30
@@ -113,6 +131,7 @@ def check_signal_to_noise(bound: BoundCodec) -> None:
     bits = bound.codec.bits
     least = min(6.02 * bits - 9.0, max(24.0, 3.0 * bits))
     x = _noise((64, 1, bound.layout.page_tokens, bound.layout.dim), seed=8)
+    bound = bound.fitted(x)
     error = bound.decode(bound.encode(x)).double() - x.double()
     signal, noise = x.double().square(), error.square()
     kept = 10.0 * float(torch.log10(signal.mean() / noise.mean()))
@@ -129,14 +148,16 @@ def check_numba_reader(bound: BoundCodec) -> None:
     """The compiled tile and its terms equal `rotate(decode(...))`, from a slab whose neighbours are poisoned; neighbours of the tile and of the
     terms are left alone.
     """
+    layout, x = bound.layout, key_like((1, bound.layout.page_tokens, bound.layout.dim), seed=7)
+    bound = bound.fitted(x)
     if bound.numba is None:
         return
-    layout = bound.layout
-    slab = bound.encode(key_like((1, layout.page_tokens, layout.dim), seed=7))
+    slab = bound.encode(x, torch.tensor([1_000_000], dtype=torch.int32))
     among = np.full(layout.nbytes + 2 * _GUARD_BYTES, 0xFF, np.uint8)  # as float16, bfloat16, float32 and float8: NaN
     among[_GUARD_BYTES:-_GUARD_BYTES] = slab[0].numpy()
     guarded = [_Guarded(layout.tile_shape, np.nan), *_neutral_terms(layout.page_tokens, layout.dim)]
-    bound.numba(among[_GUARD_BYTES:-_GUARD_BYTES], *[array.inside for array in guarded])
+    told = np.zeros((1, 0), np.float32) if bound.constants is None else bound.constants
+    bound.numba(among[_GUARD_BYTES:-_GUARD_BYTES], told[0], *[array.inside for array in guarded])
     names = ("tile", "row_scale", "row_zero", "channel_scale", "channel_zero")
     for name, array in zip(names, guarded, strict=True):
         assert array.untouched_around(), f"{bound.codec.name}: the {layout.side.upper()} reader writes outside {name}"
@@ -145,6 +166,21 @@ def check_numba_reader(bound: BoundCodec) -> None:
     got = codes * row_scale[:, None] * channel_scale + row_zero[:, None] + channel_zero
     expected = bound.rotate(bound.decode(slab))[0]
     torch.testing.assert_close(torch.from_numpy(got), expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+
+
+def check_places(bound: BoundCodec) -> None:
+    """The bytes of a page at a place do not depend on what pages at other places it is sealed with, and are as good there as at the beginning."""
+    x = key_like((3, 2, bound.layout.page_tokens, bound.layout.dim), seed=10)
+    bound, first = bound.fitted(x), torch.tensor([0, 64, 1 << 20], dtype=torch.int32)
+    together = bound.encode(x, first)
+    assert torch.equal(together[0], bound.encode(x)[0]), f"{bound.codec.name}: without a place it is not the beginning"
+    for i in range(3):
+        alone = bound.encode(x[i : i + 1], first[i : i + 1])[0]
+        assert torch.equal(alone, together[i]), f"{bound.codec.name}: bytes depend on the places of other pages"
+        error = float((bound.decode(together[i]) - x[i]).square().mean() / x[i].square().mean())
+        assert error < 4.0 ** (1.0 - min(bound.codec.bits, 3.0)), (
+            f"{bound.codec.name}: page at {int(first[i])} is off by {error:.2g}"
+        )
 
 
 def key_like(shape: tuple[int, ...], seed: int) -> Tensor:

@@ -57,7 +57,7 @@ class Faulty(Codec):
         rows, beyond_tile = layout.tile_shape[0], self.fault == "writes beyond the tile"
         before_term = self.fault == "writes before a term"
 
-        def read(slab, tile, row_scale, row_zero, channel_scale, channel_zero):  # type: ignore[no-untyped-def]
+        def read(slab, constants, tile, row_scale, row_zero, channel_scale, channel_zero):  # type: ignore[no-untyped-def]
             load_floats(slab, start, "float32", tile.reshape(tile.size))
             if beyond_tile:
                 tile[rows, 0] = 1.0

@@ -12,7 +12,6 @@ pytest.importorskip("torch")
 import numpy as np
 
 from kvarto.codecs import registry
-from kvarto.formats import Format
 from kvarto.page import CodecId, Page
 
 _spec = importlib.util.spec_from_file_location("golden_write", Path(__file__).parent / "write.py")
@@ -28,7 +27,7 @@ def test_golden_page(name: str) -> None:
     assert golden.exists(), f"no golden page of {name}: run 'make golden' and commit it"
     page = Page.from_bytes(golden.read_bytes())
     codec = registry[name]
-    layout = Format(codec, codec).layout(write.GEOMETRY)
+    layout = write.chosen(name).layout(write.GEOMETRY)
     identity = CodecId(name, codec.version)
     page.expect(identity, identity, write.GEOMETRY, layout.nbytes)
     assert page == write.seal(name), (

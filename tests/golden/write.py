@@ -38,12 +38,18 @@ def inputs() -> tuple[torch.Tensor, torch.Tensor]:
     return key_like((1, 1, 64, 64), seed=42), key_like((1, 1, 64, 64), seed=43) / 50
 
 
+def chosen(name: str) -> Format:
+    """The codec called `name` on both sides, if it needs constants with those of the golden input."""
+    k, v = (registry[name].fitted(x, side) for x, side in zip(inputs(), Side, strict=True))
+    return Format(k, v)
+
+
 def seal(name: str) -> Page:
     """The golden input, sealed by the codec called `name` through the whole cache."""
     device = torch.device("cpu")
     layer = LayerKV(
         LayerSpec(GEOMETRY),
-        Format(registry[name], registry[name]),
+        chosen(name),
         OpenPages(torch.float32, device),
         device=device,
         kernel="reference",
@@ -54,12 +60,13 @@ def seal(name: str) -> Page:
 
 def decode(name: str, page: Page) -> dict[str, np.ndarray]:
     """The numbers that the codec called `name` reads from a golden page: `k` and `v`, float32 [S, D]."""
-    layout = Format(registry[name], registry[name]).layout(GEOMETRY)
+    codecs = chosen(name)
+    layout = codecs.layout(GEOMETRY)
     payload = torch.frombuffer(bytearray(page.payload), dtype=torch.uint8)
     numbers = {}
-    for side in Side:
+    for side, codec in zip(Side, (codecs.k, codecs.v), strict=True):
         first, end = layout.slab_range(side)
-        numbers[side.value] = BoundCodec(registry[name], layout.slab(side)).decode(payload[first:end]).numpy()
+        numbers[side.value] = BoundCodec(codec, layout.slab(side)).decode(payload[first:end]).numpy()
     return numbers
 
 

@@ -34,6 +34,7 @@ from kvarto.kernels.base import PageSet, Partial, Queries
 from kvarto.kernels.triton import TritonKernel
 from kvarto.layout import Geometry, Side
 from kvarto.rule import Rule
+from kvarto.testing import specimen_format
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
@@ -231,7 +232,7 @@ def make(
     store_nbytes  of each store at least; pages that are used lie at its end
     """
     generator = torch.Generator(DEVICE).manual_seed(0)
-    chosen, S = parse_format(text), geometry.page_tokens
+    chosen, S = specimen_format(parse_format(text), geometry.k_dim, geometry.v_dim), geometry.page_tokens
     rule = Rule(S, chosen.sink_tokens // S, chosen.window_tokens // S, sliding)
     counts = [1] * len(lengths) if counts is None else counts
     pages = [geometry.pages_for(length) for length in lengths]

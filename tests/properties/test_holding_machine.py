@@ -110,7 +110,8 @@ class HoldingMachine(RuleBasedStateMachine):
                 address = placements[number].raw[t // S - first]
                 self.device.setdefault(address, {})[t % S] = tuple(tokens[: t + 1])
         for _request, _count, placements in plans:
-            for raw, sealed in placements[number].seal:
+            for raw, sealed, first_token in placements[number].seal:
+                assert first_token % S == 0
                 self.device[sealed] = {"sealed": self.device[raw][S - 1]}
         for request, count, _placements in plans:
             for t in range(request.holding.length, request.holding.length + count):

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -19,7 +20,7 @@ from kvarto.codecs import registry
 from kvarto.errors import BackendUnavailable, NotFinite, ShapeError, UnknownName, Unsupported
 from kvarto.formats import parse_policy
 from kvarto.layout import Geometry
-from kvarto.testing import key_like
+from kvarto.testing import key_like, specimen_format
 
 HEADS, R, DIM, SCALE = 2, 3, 64, 0.125
 
@@ -38,8 +39,9 @@ def cache(
     dtype: torch.dtype = torch.float32,
     kernel: str | None = None,
 ) -> PagedKV:
-    spec = LayerSpec(Geometry(HEADS, DIM, DIM), sliding)
-    return PagedKV([spec] * layers, parse_policy(policy), dtype=dtype, kernel=kernel)
+    spec, parsed = LayerSpec(Geometry(HEADS, DIM, DIM), sliding), parse_policy(policy)
+    parsed = replace(parsed, format=specimen_format(parsed.format, DIM, DIM))
+    return PagedKV([spec] * layers, parsed, dtype=dtype, kernel=kernel)
 
 
 def feed(kv: PagedKV, q: Tensor, k: Tensor, v: Tensor, chunk: int, first: int = 0) -> Tensor:

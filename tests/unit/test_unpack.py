@@ -22,7 +22,7 @@ def read(function: Any, layout: SlabLayout, slab: np.ndarray[Any, Any]) -> np.nd
     """The tile that a reader makes of a slab."""
     tile = np.full(layout.tile_shape, np.nan, np.float32)
     terms = [np.zeros(count, np.float32) for count in (layout.page_tokens, layout.page_tokens, layout.dim, layout.dim)]
-    compile_reader(function, layout)(slab, tile, *terms)
+    compile_reader(function, layout)(slab, np.zeros(0, np.float32), tile, *terms)
     return tile
 
 
@@ -36,7 +36,7 @@ def test_codes(bits: int, dim: int) -> None:
         slab[layout[name].offset : layout[name].end] = plane.flatten().numpy()
     low, high = layout.fields[1].offset, layout.fields[-1].offset
 
-    def function(slab, tile, row_scale, row_zero, channel_scale, channel_zero):  # type: ignore[no-untyped-def]
+    def function(slab, constants, tile, row_scale, row_zero, channel_scale, channel_zero):  # type: ignore[no-untyped-def]
         unpack_tile(slab, low, high, bits, tile)
 
     np.testing.assert_array_equal(read(function, layout, slab), codes.numpy())

@@ -9,6 +9,8 @@ the truth; `numba_reader` is optional and gives the tile to compiled code.
 
 Every operation of `encode` is elementwise, a minimum or maximum, or a sum in a stated order (`halving_mean`). So the bytes of a slab do not
 depend on how many slabs are encoded at once: path invariance starts here.
+
+What is calibrated of a layer belongs to the layer's codec, not to its slabs: FP8's scales, KVQuant's levels.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from kvarto.jit import torch
 from kvarto.layout import FieldSpec, Side, SlabLayout, slab_layout
@@ -28,6 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Reader = Callable[..., None]
+Array = np.ndarray[Any, np.dtype[np.float32]]
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,10 @@ class Codec(ABC):
     def encode(self, x: Tensor, layout: SlabLayout) -> Tensor:
         """Seal. x: float32 [..., S, D], finite. Returns uint8 [..., slab_nbytes]."""
 
+    def encode_at(self, x: Tensor, layout: SlabLayout, first: Tensor) -> Tensor:
+        """`encode`, told the places of pages in their sequences, for codecs that need them: those of first tokens, int32 [...] for leading axes."""
+        return self.encode(x, layout)
+
     @abstractmethod
     def decode(self, slabs: Tensor, layout: SlabLayout) -> Tensor:
         """Read. slabs: uint8 [..., slab_nbytes]. Returns float32 [..., S, D], in the domain of `encode`'s input."""
@@ -71,6 +80,11 @@ class Codec(ABC):
     def unrotate(self, y: Tensor, side: Side) -> Tensor:
         """Out of the tile's domain; the inverse of `rotate`."""
         return y
+
+    @property
+    def complete(self) -> bool:
+        """False if it needs constants and has none: then it refuses every slab."""
+        return True
 
     @property
     def as_read(self) -> Codec:
@@ -96,6 +110,18 @@ class Codec(ABC):
     def saturated(self, x: Tensor, side: Side) -> int:
         """How many elements of x (float32 [..., S, D]), rotated if the codec rotates, lie outside its range and are clamped by `encode`."""
         return 0
+
+    def saturated_at(self, x: Tensor, side: Side, first: Tensor) -> int:
+        """`saturated`, told places as `encode_at` is."""
+        return self.saturated(x, side)
+
+    def constants(self, layout: SlabLayout) -> Array | None:
+        """What readers are told of the layer, float32 [Hkv, C], or [1, C] for all heads alike; None if slabs say all."""
+        return None
+
+    def fitted(self, x: Tensor, side: Side) -> Codec:
+        """With constants made of x, float32 [..., S, D], alone, if it cannot do without any: for tests. Real ones are `kvarto.calibrate`'s."""
+        return self
 
     def layout(self, side: Side, page_tokens: int, dim: int) -> SlabLayout:
         """Where the fields lie in a slab of this geometry."""

@@ -57,7 +57,7 @@ class Raw(Codec):
         """Copy the values; no terms."""
         start, dtype = layout["values"].offset, self.dtype
 
-        def read(slab, tile, row_scale, row_zero, channel_scale, channel_zero):  # type: ignore[no-untyped-def]
+        def read(slab, constants, tile, row_scale, row_zero, channel_scale, channel_zero):  # type: ignore[no-untyped-def]
             load_floats(slab, start, dtype, tile.reshape(tile.size))
 
         return read

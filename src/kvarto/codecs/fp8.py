@@ -104,7 +104,7 @@ class Fp8(Codec):
         codes, scale = layout["codes"].offset, layout["scale"].offset
         e5m2, per_token, tokens = self.variant == "e5m2", self.scale_per == "token", layout.page_tokens
 
-        def read(slab, tile, row_scale, row_zero, channel_scale, channel_zero):  # type: ignore[no-untyped-def]
+        def read(slab, constants, tile, row_scale, row_zero, channel_scale, channel_zero):  # type: ignore[no-untyped-def]
             load_fp8(slab, codes, e5m2, tile)
             if per_token:
                 load_floats(slab, scale, "bfloat16", row_scale)

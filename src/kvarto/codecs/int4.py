@@ -136,7 +136,7 @@ class PageInt(Codec):
         scale, highest = layout["scale"].offset, (1 << bits) - 1
         if layout.side is Side.V:
 
-            def read_values(slab, tile, row_scale, row_zero, channel_scale, channel_zero):  # type: ignore[no-untyped-def]
+            def read_values(slab, constants, tile, row_scale, row_zero, channel_scale, channel_zero):  # type: ignore[no-untyped-def]
                 unpack_tile(slab, low, high, bits, tile)
                 load_floats(slab, scale, "float16", row_scale)
                 load_low_zeros(slab, scale, highest, row_scale, row_zero)
@@ -145,7 +145,7 @@ class PageInt(Codec):
         zero, slow, slow_bits = layout["zero"].offset, layout["codes_slow"].offset, self.slow_bits(layout.dim)
         first, slow_nbytes = self.slow_channels(layout.dim)[0], layout["codes_slow"].shape[1]
 
-        def read_keys(slab, tile, row_scale, row_zero, channel_scale, channel_zero):  # type: ignore[no-untyped-def]
+        def read_keys(slab, constants, tile, row_scale, row_zero, channel_scale, channel_zero):  # type: ignore[no-untyped-def]
             unpack_tile(slab, low, high, bits, tile)
             add_bits(slab, slow, slow_bits, np.float32(1 << bits), tile, first, slow_nbytes)
             load_floats(slab, scale, "short", channel_scale)

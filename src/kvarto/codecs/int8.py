@@ -65,7 +65,7 @@ class Int8(Codec):
         """Codes and the two row terms."""
         codes, scale, zero = (layout[name].offset for name in ("codes", "scale", "zero"))
 
-        def read(slab, tile, row_scale, row_zero, channel_scale, channel_zero):  # type: ignore[no-untyped-def]
+        def read(slab, constants, tile, row_scale, row_zero, channel_scale, channel_zero):  # type: ignore[no-untyped-def]
             unpack_tile(slab, codes, codes, 8, tile)
             load_floats(slab, scale, "float16", row_scale)
             load_floats(slab, zero, "float16", row_zero)

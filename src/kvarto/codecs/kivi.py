@@ -95,7 +95,7 @@ class Kivi(Codec):
         scale_at, zero_at, (groups, columns) = scale.offset, zero.offset, scale.shape
         rows, whole_page = self._group_rows(layout.side), layout.side is Side.K and scale.shape[0] == 1
 
-        def read(slab, tile, row_scale, row_zero, channel_scale, channel_zero):  # type: ignore[no-untyped-def]
+        def read(slab, constants, tile, row_scale, row_zero, channel_scale, channel_zero):  # type: ignore[no-untyped-def]
             unpack_tile(slab, low, high, bits, tile)
             if whole_page:
                 load_floats(slab, scale_at, "float16", channel_scale)

@@ -251,7 +251,7 @@ class Turbo(Codec):
         bits, low, high = int(self.bits), layout.fields[0].offset, layout.fields[1].offset
         scale, place = layout["scale"].offset, _numba_curve(bits, layout.dim)
 
-        def read(slab, tile, row_scale, row_zero, channel_scale, channel_zero):  # type: ignore[no-untyped-def]
+        def read(slab, constants, tile, row_scale, row_zero, channel_scale, channel_zero):  # type: ignore[no-untyped-def]
             unpack_tile(slab, low, high, bits, tile)
             bend_codes(tile.reshape(tile.size), place)
             load_floats(slab, scale, "float16", row_scale)
@@ -341,7 +341,7 @@ class TurboSplit(Codec):
         first_place = _numba_curve(bits + 1, quarter)
         rest_place = _numba_curve(bits, layout.dim - quarter)
 
-        def read(slab, tile, row_scale, row_zero, channel_scale, channel_zero):  # type: ignore[no-untyped-def]
+        def read(slab, constants, tile, row_scale, row_zero, channel_scale, channel_zero):  # type: ignore[no-untyped-def]
             unpack_tile(slab, low, high, bits, tile)
             if is_key:
                 load_floats(slab, scale, "float16", row_scale)

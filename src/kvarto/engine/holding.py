@@ -58,10 +58,11 @@ class Group:
 
 @dataclass(frozen=True)
 class Placement:
-    """A step of one sequence in one group: raw addresses of the pages that its tokens fall into, and (raw, sealed) of those to be sealed."""
+    """A step of one sequence in one group: raw addresses of the pages that its tokens fall into, and (raw, sealed, first token) of those to
+    be sealed."""
 
     raw: list[int]
-    seal: list[tuple[int, int]]
+    seal: list[tuple[int, int, int]]
 
 
 class Scratch:
@@ -209,7 +210,7 @@ class Holding:
                 if page >= group.rule.sink_pages:
                     sealed[page] = self._held[group.sealed][page].block
             seal = [
-                (int(table[page]), int(sealed[page]))
+                (int(table[page]), int(sealed[page]), page * self._page_tokens)
                 for page in range(max(len(self._nodes), group.rule.sink_pages), full)
             ]
             placements.append(Placement([int(table[page]) for page in self._touched(self._count)], seal))

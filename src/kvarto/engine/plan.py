@@ -31,7 +31,8 @@ class Shape:
 @dataclass(frozen=True)
 class GroupPlan:
     """In a group of layers, as numbers of arrays: raw page and slot of each token, int64 [tokens]; raw and sealed addresses of the pages to be
-    sealed, int32 [2, n], None without any, and how many those are; tables int32 [B, N], None where nothing is packed.
+    sealed and the places of their first tokens, int32 [3, n], None without any, and how many those are; tables int32 [B, N], None where nothing is
+    packed.
     """
 
     pages: int
@@ -149,14 +150,14 @@ class StepPlan:
             for kind in (group.raw, group.sealed)
         )
         raw[len(works) :, 0] = start
-        pairs = [pair for placement in placements for pair in placement.seal]
-        seal = np.full((2, shape.rows if shape else len(pairs)), -1, np.int32)
-        seal[:, : len(pairs)] = np.array(pairs, np.int32).reshape(-1, 2).T
+        due = [each for placement in placements for each in placement.seal]
+        seal = np.full((3, shape.rows if shape else len(due)), -1, np.int32)
+        seal[:, : len(due)] = np.array(due, np.int32).reshape(-1, 3).T
         return GroupPlan(
             pages=self._add(np.concatenate([*pages, np.full(spare, start, np.int64)])),
             slots=self._add(np.concatenate([*slots, np.zeros(spare, np.int64)])),
             seal=self._add(seal) if seal.size else None,
-            sealed=len(pairs),
+            sealed=len(due),
             raw_table=self._add(raw),
             packed_table=self._add(packed) if shape or (packed >= 0).any() else None,
         )

@@ -76,13 +76,13 @@ class Step:
     def _seal(self, own: Layer, places: GroupPlan, *, beside: bool) -> None:
         if places.seal is None:
             return
-        raw_ids, sealed_ids = self._sent(places.seal)
+        raw_ids, sealed_ids, first = self._sent(places.seal)
         if self._aside is None or not beside:
-            own.pages.seal(own.raw, own.raw_numbers, raw_ids, own.sealed, sealed_ids)
+            own.pages.seal(own.raw, own.raw_numbers, raw_ids, own.sealed, sealed_ids, first)
             return
         self._aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._aside):
-            own.pages.seal(own.raw, own.raw_numbers, raw_ids, own.sealed, sealed_ids)
+            own.pages.seal(own.raw, own.raw_numbers, raw_ids, own.sealed, sealed_ids, first)
 
     def begin(self) -> None:
         """The first layer comes next."""

@@ -46,6 +46,10 @@ class SlabReader(Hashable, Protocol):
         """The compiled tile reader for the CPU (`kvarto.jit.compile_reader`), or None."""
 
     @property
+    def constants(self) -> Any | None:
+        """What `numba` is told of each head besides slabs: numpy float32 [Hkv or 1, C], rows contiguous, or None."""
+
+    @property
     def tile(self) -> Tile | None:
         """The slab as planes and affine terms, for kernels that read tiles, or None."""
 

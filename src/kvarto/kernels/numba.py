@@ -68,6 +68,7 @@ def _attend_set(queries: Queries, pages: PageSet, rule: Rule, scale: float, soft
     job = np.zeros(1, compiled.record)
     job[0] = (
         *(x.data_ptr() for x in (q, out, lse, table, start, position, pages.pages)), read_k.address, read_v.address,
+        *_told(pages.k), *_told(pages.v),
         pages.pages.stride(0), pages.layout.k.nbytes, pages.layout.v.nbytes,
         *table.shape, geometry.heads, Hq // geometry.heads, geometry.page_tokens, geometry.k_dim, geometry.v_dim,
         rule.sink_pages, rule.window_pages, -1 if rule.sliding_tokens is None else rule.sliding_tokens, pages.raw,
@@ -90,6 +91,12 @@ def _attend_set(queries: Queries, pages: PageSet, rule: Rule, scale: float, soft
         run_team(compiled.plan, pointer, 1)
         run_team(compiled.work, pointer, min(torch.get_num_threads(), split_count * geometry.heads))
     return Partial(pages.v.unrotate(out), lse)
+
+
+def _told(reader: SlabReader) -> tuple[int, int]:
+    """Address of a reader's constants, which live as long as it does, and bytes from head to head; zeros if it has none."""
+    told = reader.constants
+    return (0, 0) if told is None else (told.ctypes.data, told.strides[0] if len(told) > 1 else 0)
 
 
 @dataclass(frozen=True)

@@ -76,6 +76,7 @@ def call_reader(
     _context: Any,
     reader: Any,
     slab: Any,
+    constants: Any,
     tile: Any,
     row_scale: Any,
     row_zero: Any,
@@ -83,7 +84,7 @@ def call_reader(
     channel_zero: Any,
 ) -> Any:
     """Call a tile reader (`kvarto.jit.compile_reader`) by its address, with the addresses of its arrays."""
-    return types.void(*[types.int64] * 7), lowered(_call)
+    return types.void(*[types.int64] * 8), lowered(_call)
 
 
 def _prefetch(e: Emitter) -> None:

@@ -25,6 +25,8 @@ JOB = np.dtype(
     [(name, np.int64) for name in (
         # addresses of q [T, Hq, Dk], out [T, Hq, Dv], lse [T, Hq], table [B, N], start [B + 1], position [B], page 0, the tile readers
         "q", "out", "lse", "table", "start", "position", "pages", "read_k", "read_v",
+        # address of what they are told of head 0, and bytes from head to head
+        "constants_k", "constants_k_nbytes", "constants_v", "constants_v_nbytes",
         # bytes from page to page, of a K slab and of a V slab
         "page_stride", "k_nbytes", "v_nbytes",
         # shapes
@@ -98,8 +100,9 @@ def read_k(job, page, head, unpacked):  # type: ignore[no-untyped-def]
     """Unpack the K slab of a head."""
     slab = job.pages + page * job.page_stride + head * (job.k_nbytes + job.v_nbytes)
     terms = unpacked.k
+    told = job.constants_k + head * job.constants_k_nbytes
     call_reader(
-        job.read_k, slab, unpacked.tile, terms.row_scale, terms.row_zero, terms.channel_scale, terms.channel_zero
+        job.read_k, slab, told, unpacked.tile, terms.row_scale, terms.row_zero, terms.channel_scale, terms.channel_zero
     )
 
 
@@ -108,8 +111,9 @@ def read_v(job, page, head, unpacked):  # type: ignore[no-untyped-def]
     """Unpack the V slab of a head."""
     slab = job.pages + page * job.page_stride + head * (job.k_nbytes + job.v_nbytes) + job.k_nbytes
     terms = unpacked.v
+    told = job.constants_v + head * job.constants_v_nbytes
     call_reader(
-        job.read_v, slab, unpacked.tile, terms.row_scale, terms.row_zero, terms.channel_scale, terms.channel_zero
+        job.read_v, slab, told, unpacked.tile, terms.row_scale, terms.row_zero, terms.channel_scale, terms.channel_zero
     )
 
 

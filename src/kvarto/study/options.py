@@ -113,7 +113,9 @@ def margins(kl_nats: float, perplexity_ratio: float, needle_loss: float) -> Marg
 def candidates(options: StudyOptions) -> list[Policy]:
     """The policies to try, in order, each once. Raises UnknownName or UsageError."""
     wanted = options.formats or tuple(
-        name for name, codec in registry.items() if codec.headline or options.budget.name == FULL.name
+        name
+        for name, codec in registry.items()
+        if codec.complete and (codec.headline or options.budget.name == FULL.name)
     )
     return list(dict.fromkeys(_policy(each) for each in wanted))
 

@@ -14,6 +14,7 @@ from kvarto.kernels.numba import NumbaKernel
 from kvarto.kernels.reference import ReferenceKernel
 from kvarto.layout import Geometry
 from kvarto.rule import Rule
+from kvarto.testing import specimen_format
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def make(
     def randn(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator)
 
-    S, chosen = geometry.page_tokens, parse_format(text)
+    S, chosen = geometry.page_tokens, specimen_format(parse_format(text), geometry.k_dim, geometry.v_dim)
     layout = chosen.layout(geometry)
     k_codec, v_codec = BoundCodec(chosen.k, layout.k), BoundCodec(chosen.v, layout.v)
     width = max(geometry.pages_for(length) for length in lengths)
