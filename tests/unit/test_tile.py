@@ -17,8 +17,8 @@ from kvarto.codecs.fp8 import Fp8
 from kvarto.layout import ITEM_BYTES, Side, SlabLayout
 from kvarto.tile import BITS, Plane, Term, Tile
 
-# A product with a matrix of signs, and two scales for a token, are none.
-WITHOUT_TILE = {"turbo4-qjl", "turbo3-qjl", "turbo3.5", "turbo2.5"}
+# A product with a matrix of signs, two scales for a token, and a table of levels are none.
+WITHOUT_TILE = {"turbo4-qjl", "turbo3-qjl", "turbo3.5", "turbo2.5", "kvquant4", "kvquant3", "kvquant2"}
 NAMES = [name for name in registry if name not in WITHOUT_TILE]
 DIMS = (24, 64, 80, 96, 128, 256)
 FLOATS = {

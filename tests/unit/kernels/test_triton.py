@@ -198,7 +198,7 @@ def _is_read(page: int, query_tokens: range, rule: Rule, is_raw: bool) -> bool:
 
 
 # Float32, and what is no tile.
-UNREAD = {"fp32", "turbo4-qjl", "turbo3-qjl", "turbo3.5", "turbo2.5"}
+UNREAD = {"fp32", "turbo4-qjl", "turbo3-qjl", "turbo3.5", "turbo2.5", "kvquant4", "kvquant3", "kvquant2"}
 
 
 @pytest.mark.parametrize("name", [name for name in registry if name not in UNREAD])
