@@ -21,11 +21,12 @@ from typing import TYPE_CHECKING
 
 from kvarto.codecs import Codec, registry
 from kvarto.codecs.fp8 import Fp8
+from kvarto.codecs.kvquant import Constants, KvQuant
 from kvarto.errors import Unsupported, UsageError
 from kvarto.layout import PAGE_TOKENS, Geometry, PageLayout, Side
 
 if TYPE_CHECKING:
-    from kvarto.policy_file import LayerEntry
+    from kvarto.policy_file import ConstantsEntry, LayerEntry
 
 _PART = re.compile(r"(sink|window)([0-9]{1,9})")
 _LAYERS = re.compile(r"-?[0-9]{1,6}(,-?[0-9]{1,6})*")
@@ -182,7 +183,18 @@ def raw_format(dtype: str) -> Format:
 
 def _entry_format(entry: LayerEntry) -> Format:
     chosen = parse_format(entry.format)
-    return replace(chosen, k=_scaled(chosen.k, entry.k_scale, "k_scale"), v=_scaled(chosen.v, entry.v_scale, "v_scale"))
+    k, v = _scaled(chosen.k, entry.k_scale, "k_scale"), _scaled(chosen.v, entry.v_scale, "v_scale")
+    k, v = _calibrated(k, entry.k_constants, "k_constants"), _calibrated(v, entry.v_constants, "v_constants")
+    return replace(chosen, k=k, v=v)
+
+
+def _calibrated(codec: Codec, constants: ConstantsEntry | None, name: str) -> Codec:
+    """The codec with constants of the layer. Raises UsageError if it has none, or not such ones."""
+    if constants is None:
+        return codec
+    if not isinstance(codec, KvQuant):
+        raise UsageError(name, "none, or a codec with calibrated levels such as kvquant4", codec.name)
+    return replace(codec, calibrated=Constants(**constants.model_dump()))
 
 
 def _scaled(codec: Codec, scales: tuple[float, ...] | None, name: str) -> Codec:

@@ -9,7 +9,8 @@
     }
 
 or the same as TOML. `layers` has an entry for each layer that caches keys and values: a format as text, or a table that adds scales to an fp8
-codec, one for the layer or one for each KV head. All else says where the policy comes from; only `kvarto_policy` and `layers` must be there.
+codec, one for the layer or one for each KV head, or constants to a kvquant codec (`kvarto calibrate --format` writes those). All else says where the
+policy comes from; only `kvarto_policy` and `layers` must be there.
 A policy is known by its name and the SHA-256 of its file, so two files are never taken for each other.
 """
 
@@ -39,12 +40,27 @@ class _Table(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
+Numbers = Annotated[tuple[Annotated[float, Field(allow_inf_nan=False)], ...], Field(strict=False)]
+
+
+class ConstantsEntry(_Table):
+    """What a kvquant codec knows of a side of a layer (codecs/kvquant.py): `zero` and `scale` have a row for each KV head."""
+
+    levels: Numbers
+    thresholds: Numbers
+    zero: Annotated[tuple[Numbers, ...], Field(strict=False)] = ()
+    scale: Annotated[tuple[Numbers, ...], Field(strict=False)] = ()
+    angles: Numbers = ()
+
+
 class LayerEntry(_Table):
-    """The format of one layer, as text; `k_scale` and `v_scale` are those of an fp8 codec."""
+    """The format of one layer, as text; `k_scale` and `v_scale` are those of an fp8 codec, `k_constants` and `v_constants` of a kvquant codec."""
 
     format: str
     k_scale: Scales | None = None
     v_scale: Scales | None = None
+    k_constants: ConstantsEntry | None = None
+    v_constants: ConstantsEntry | None = None
 
 
 Layer = Annotated[LayerEntry, BeforeValidator(lambda value: {"format": value} if isinstance(value, str) else value)]

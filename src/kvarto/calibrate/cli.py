@@ -38,7 +38,8 @@ def model(
     ] = DEFAULT_MODEL,
     *,
     out: Annotated[
-        Path, typer.Option("--out", "-o", help="The record, or with --budget-bits the policy (.json), to write.")
+        Path,
+        typer.Option("--out", "-o", help="The record, or with --budget-bits or --format the policy (.json), to write."),
     ],
     text: Annotated[
         list[str] | None,
@@ -47,8 +48,20 @@ def model(
     budget_bits: Annotated[
         float | None, typer.Option(help="Make a policy with at most so many bits a cached number, metadata included.")
     ] = None,
+    one_format: Annotated[
+        str | None,
+        typer.Option(
+            "--format",
+            help="Make a policy of this one format, with the constants that it needs: kvquant3, int8/kvquant4 ...",
+        ),
+    ] = None,
     codecs: Annotated[str, typer.Option(help="What a policy may use. Default: int2,int3,int4,int8.")] = "",
-    record: Annotated[Path | None, typer.Option(help="A record of the model, to be noted in the policy.")] = None,
+    record: Annotated[
+        Path | None,
+        typer.Option(
+            help="A record of the model: noted in a policy for a budget, taken for one of a format, which else makes its own."
+        ),
+    ] = None,
     tokens: Annotated[
         int | None,
         typer.Option(
@@ -57,8 +70,12 @@ def model(
     ] = None,
     window_tokens: Annotated[int, typer.Option(help="Tokens that a record's sequences have.")] = 2048,
     fisher_tokens: Annotated[
-        int, typer.Option(min=0, help="Record squared gradients of so many tokens too: slower, and far more memory.")
-    ] = 0,
+        int | None,
+        typer.Option(
+            min=0,
+            help="Record squared gradients of so many tokens too: slower, and far more memory. Default: 0; for --format 2,048.",
+        ),
+    ] = None,
     little_text: Annotated[bool, typer.Option("--little-text", help="Take fewer than 2,048 tokens too.")] = False,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: all.")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:0 ...")] = "cpu",
@@ -71,7 +88,7 @@ def model(
     calibrate_command(
         CalibrateOptions(
             model=model, text=chosen, out=out, tokens=tokens, window_tokens=window_tokens, fisher_tokens=fisher_tokens,
-            little_text=little_text, budget_bits=budget_bits, record=record,
+            little_text=little_text, budget_bits=budget_bits, format=one_format, record=record,
             codecs=[name.strip() for name in codecs.split(",") if name.strip()], threads=threads, device=device,
         )
     )  # fmt: skip

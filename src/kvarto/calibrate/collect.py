@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import transformers
 
 from kvarto import __version__
+from kvarto.calibrate.nuq import LevelStatistics
 from kvarto.calibrate.record import Provenance, Record
 from kvarto.calibrate.rope import Rope
 from kvarto.calibrate.statistics import Average, SideStatistics
@@ -62,7 +64,7 @@ def calibrate(
         rope = Rope(loaded.model, len(specs))
         with torch.inference_mode():
             rope.check(windows[0].tokens[-1], specs)
-        statistics = _Statistics(specs, rope, sum(window.counted for window in windows))
+        statistics = _Statistics(specs, rope, sum(window.counted for window in windows), window_tokens)
         _look(loaded.model, windows, statistics, specs, progress)
         _look_at_gradients(loaded.model, for_fisher, statistics, specs, progress)
     provenance = Provenance(
@@ -120,7 +122,8 @@ def _look_at_gradients(
             loss = torch.nn.functional.cross_entropy(logits[0, :-1].float(), tokens[0, 1:], reduction="sum")
             found = torch.autograd.grad(loss, [*gradients.keys, *gradients.values])
         for layer in range(len(specs)):
-            statistics.add_gradients(layer, found[layer][0].float(), found[len(specs) + layer][0].float())
+            seen = (gradients.keys[layer], gradients.values[layer], found[layer], found[len(specs) + layer])
+            statistics.add_gradients(layer, *(x.detach()[0].float() for x in seen))
         progress.done(_BACKWARD_COST * len(window.tokens))
 
 
@@ -146,13 +149,14 @@ class Gradients(Watcher):
 class _Statistics(Watcher):
     """Of all layers."""
 
-    def __init__(self, specs: Sequence[LayerSpec], rope: Rope, tokens: int) -> None:
-        self._rope = rope
+    def __init__(self, specs: Sequence[LayerSpec], rope: Rope, tokens: int, window_tokens: int) -> None:
+        self._rope, self._window_tokens = rope, window_tokens
         names = ("k", "v") if rope.reason else ("k", "v", "pre_k")
         self._sides = [{name: SideStatistics(spec.geometry.heads, tokens) for name in names} for spec in specs]
         self._averages: list[dict[str, Average]] = [{} for _ in specs]
         self._sinks: list[dict[str, Tensor]] = [{} for _ in specs]
         self._outputs: list[Array | None] = [None] * len(specs)
+        self._levels: dict[int, LevelStatistics] = {}
 
     @property
     def threshold_tokens(self) -> int:
@@ -177,11 +181,17 @@ class _Statistics(Watcher):
         if self._outputs[layer] is None:
             self._outputs[layer] = _output_weights(seen)
 
-    def add_gradients(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Of a window, float32 [Hkv, T, D]."""
-        found = {"k_fisher": key, "v_fisher": value}
+    def add_gradients(
+        self, layer: int, key: Tensor, value: Tensor, key_gradient: Tensor, value_gradient: Tensor
+    ) -> None:
+        """Of a window, float32 [Hkv, T, D] each, after all windows were looked at: levels lie within the ranges found there."""
+        found, S = {"k_fisher": key_gradient, "v_fisher": value_gradient}, PAGE_TOKENS
+        levels = self._levels.setdefault(layer, LevelStatistics())
+        levels.add_values(value[:, S:], value_gradient[:, S:])
         if not self._rope.reason:
-            found["pre_k_fisher"] = self._rope.gradient(key, layer)
+            found["pre_k_fisher"] = turned_back = self._rope.gradient(key_gradient, layer)
+            low, high = (getattr(self._sides[layer]["pre_k"].tails, end) for end in ("low", "high"))
+            levels.add_keys(self._rope.undo(key, layer)[:, S:], turned_back[:, S:], low, high)
         for name, x in found.items():
             self._average(layer, name).add(x[:, PAGE_TOKENS:].double().square().sum(dim=1), x.shape[1] - PAGE_TOKENS)
 
@@ -195,10 +205,17 @@ class _Statistics(Watcher):
             | {name: x.numpy() for name, x in sinks.items()}
             | {name: average.mean for name, average in averages.items()}
             | ({} if output is None else {"v_output": output})
-            for sides, sinks, averages, output in zip(
-                self._sides, self._sinks, self._averages, self._outputs, strict=True
+            | (self._levels[layer].arrays() if layer in self._levels else {})
+            | self._angles(layer)
+            for layer, (sides, sinks, averages, output) in enumerate(
+                zip(self._sides, self._sinks, self._averages, self._outputs, strict=True)
             )
         ]
+
+    def _angles(self, layer: int) -> dict[str, Array]:
+        """How RoPE turns keys over a window's tokens, if it does by angles alone."""
+        found = None if self._rope.reason else self._rope.angles(layer, self._window_tokens)
+        return {} if found is None else {"rope_angles": found[0], "rope_scale": np.full(1, found[1], np.float32)}
 
 
 def _output_weights(seen: Seen) -> Array | None:

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvarto.calibrate.collect import calibrate
+from kvarto.calibrate.nuq import FISHER_TOKENS, calibrated_policy, require_calibrated
 from kvarto.calibrate.policy import Made, Search, make_policy, shares
 from kvarto.calibrate.record import Record
 from kvarto.calibrate.scales import Per, Scales, export_scales, read_scales
@@ -31,16 +32,18 @@ _NARROWEST_COLUMNS = 110
 
 @dataclass(frozen=True)
 class CalibrateOptions:
-    """The options of the command; `budget_bits` None: make a record, else a policy, of `codecs` if there are any. `record` is noted in it."""
+    """The options of the command: with `budget_bits` make a policy, of `codecs` if there are any, in which `record` is noted; with `format` a policy
+    with constants of `record`, or of one made beside it; else a record."""
 
     model: str
     text: Sequence[str]
     out: Path
     tokens: int | None
     window_tokens: int
-    fisher_tokens: int
+    fisher_tokens: int | None
     little_text: bool
     budget_bits: float | None
+    format: str | None
     codecs: Sequence[str]
     record: Path | None
     threads: int | None
@@ -54,31 +57,57 @@ class CalibrateOptions:
 
 def calibrate_command(options: CalibrateOptions) -> None:
     """Make a record or a policy, and write it. Raises what `calibrate` and `make_policy` raise, before long work where that can be."""
-    if options.budget_bits is not None and options.out.suffix.lower() != ".json":
-        raise UsageError("--out", "a name that ends in .json, for a policy", options.out)
-    if options.budget_bits is None and options.out.suffix.lower() in (".json", ".toml"):
-        raise UsageError(
-            "--out", "a name for a record, such as model.record", options.out, "give --budget-bits for a policy"
-        )
+    _check(options)
     require_writable(options.out)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     console = Console(stderr=True)
     with progress_for(console) as progress:
-        loaded = load(options.model, device=options.device, progress=progress.say)
-        if options.budget_bits is None:
-            made = None
-            calibrate(
-                loaded, options.text, window_tokens=options.window_tokens, fisher_tokens=options.fisher_tokens,
-                least_tokens=options.least_tokens, progress=progress, **({} if options.tokens is None else {"tokens": options.tokens}),
-            ).save(options.out)  # fmt: skip
-        else:
+        loaded, made = load(options.model, device=options.device, progress=progress.say), None
+        record = (options.record or options.out.with_suffix(".record")) if options.format else options.out
+        if options.budget_bits is not None:
             made = _policy(options, loaded, progress)
             write_policy_file(options.out, made.content)
-    if made is None:
-        _show_record(Record.load(options.out, model=loaded), options.out)
-    else:
+        elif not (options.format and options.record):
+            _record(options, loaded, progress).save(record)
+        if options.format:
+            write_policy_file(
+                options.out, calibrated_policy(Record.load(record, model=loaded), options.format, noted=_noted(record))
+            )
+    if made is not None:
         _show_policy(made, options.out)
+        return
+    _show_record(Record.load(record, model=loaded), record)
+    if options.format:
+        Console().print(
+            f"written: {options.out}, {parse_policy(str(options.out))}", highlight=False, markup=False, soft_wrap=True
+        )
+
+
+def _check(options: CalibrateOptions) -> None:
+    """Raises UsageError for options that do not go together."""
+    if options.budget_bits is not None and options.format is not None:
+        raise UsageError("--format", "none with --budget-bits", options.format, "choose one of them")
+    policy = options.budget_bits is not None or options.format is not None
+    if policy and options.out.suffix.lower() != ".json":
+        raise UsageError("--out", "a name that ends in .json, for a policy", options.out)
+    if not policy and options.out.suffix.lower() in (".json", ".toml"):
+        remedy = "give --budget-bits or --format for a policy"
+        raise UsageError("--out", "a name for a record, such as model.record", options.out, remedy)
+    if options.format is not None:
+        require_calibrated(options.format)
+
+
+def _record(options: CalibrateOptions, loaded: LoadedModel, progress: Progress) -> Record:
+    fisher = options.fisher_tokens if options.fisher_tokens is not None else FISHER_TOKENS if options.format else 0
+    return calibrate(
+        loaded, options.text, window_tokens=options.window_tokens, fisher_tokens=fisher, least_tokens=options.least_tokens,
+        progress=progress, **({} if options.tokens is None else {"tokens": options.tokens}),
+    )  # fmt: skip
+
+
+def _noted(record: Path) -> RecordEntry:
+    return RecordEntry(path=str(record), sha256=hashlib.sha256(record.read_bytes()).hexdigest())
 
 
 def _policy(options: CalibrateOptions, loaded: LoadedModel, progress: Progress) -> Made:
@@ -86,7 +115,7 @@ def _policy(options: CalibrateOptions, loaded: LoadedModel, progress: Progress) 
     record = None
     if options.record is not None:
         Record.load(options.record, model=loaded)
-        record = RecordEntry(path=str(options.record), sha256=hashlib.sha256(options.record.read_bytes()).hexdigest())
+        record = _noted(options.record)
     search = Search(least_tokens=options.least_tokens)
     if options.codecs:
         few = [codec for codec in options.codecs if registry[codec].bits < 8]

@@ -12,6 +12,9 @@
     pre_k_mean pre_k_square ...       the same of keys before RoPE; absent where `pre_rope` of the metadata says why
     v_output                          [Hkv, Dv] sums over the group's heads of the squared norms of the columns of W_o; absent without an o_proj
     k_fisher v_fisher pre_k_fisher    [Hkv, D]  means over tokens of squared gradients of the loss, nats summed over a window; only on demand
+    rope_angles rope_scale            [r / 2], [1]  radians a token by which RoPE turns pairs, and what it scales keys by; absent if it does more
+    pre_k_levels_N v_levels_N         [2^N]   levels of N = 2, 3, 4 bits for normalised numbers (calibrate/nuq.py); with gradients only
+    pre_k_drawn_N v_drawn_N           [2^N]   the same, drawn to the mean and variance of what they stand for
 
 The first page of each window, where attention sinks sit, is kept out of all statistics but its own, as KVQuant leaves out the first token
 (arXiv 2401.18079). A value's sink amax matters to formats that keep no sink raw, FP8 among them.

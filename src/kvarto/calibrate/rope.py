@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvarto.calibrate.tensors import Array
 from kvarto.calibrate.watch import Seen, Watcher, watched
 from kvarto.integrations.interface import decoders
 from kvarto.layer_pages import LayerSpec
@@ -30,6 +31,7 @@ _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
 _TOLERANCE_16_BITS = 0.1
 # A pair that is this much smaller than the largest one is measured against that.
 _FLOOR = 1e-2
+_ANGLE_TOLERANCE = 1e-2
 
 
 class Rope:
@@ -45,7 +47,7 @@ class Rope:
         self._types = [kind for kind in types if kind in _CACHING] or [""] * layers
         if len(self._modules) != 1 or len(self._types) != layers:
             self.reason = f"{type(model).__name__} has no single rotary embedding for its layers"
-        self._kept: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
+        self._kept: dict[tuple[str, int, torch.dtype], tuple[Tensor, Tensor]] = {}
 
     def undo(self, x: Tensor, layer: int) -> Tensor:
         """Keys float32 [..., T, Dk] of a window from position 0 on, as they were before RoPE."""
@@ -59,11 +61,22 @@ class Rope:
         r = cos.shape[-1]
         return torch.cat([_turn_back(x[..., :r], cos, sin), x[..., r:]], dim=-1)
 
-    def _tables(self, layer: int, tokens: int) -> tuple[Tensor, Tensor]:
-        """cos and sin, float32 [T, r], as rounded in the model's dtype."""
-        key = self._types[layer], tokens
+    def angles(self, layer: int, tokens: int) -> tuple[Array, float] | None:
+        """(Angles, float32 [r / 2], in radians a token; what keys are scaled by beside), if those are all that RoPE does to so many tokens."""
+        cos, sin = (x.double() for x in self._tables(layer, max(tokens, 2), torch.float32))
+        half = cos.shape[-1] // 2
+        scale = (cos * cos + sin * sin).mean().sqrt()
+        angles = torch.atan2(sin[1, :half], cos[1, :half]).float()
+        turned = torch.arange(len(cos), device=cos.device)[:, None] * angles.double().repeat(2)
+        off = torch.maximum((turned.cos() * scale - cos).abs(), (turned.sin() * scale - sin).abs())
+        return (angles.cpu().numpy(), float(scale)) if float(off.max()) < _ANGLE_TOLERANCE else None
+
+    def _tables(self, layer: int, tokens: int, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+        """cos and sin, float32 [T, r], as rounded in the model's dtype, or in another."""
+        dtype = dtype or self._model.dtype
+        key = self._types[layer], tokens, dtype
         if key not in self._kept:
-            like = torch.empty(1, 1, 1, dtype=self._model.dtype, device=self._model.device)
+            like = torch.empty(1, 1, 1, dtype=dtype, device=self._model.device)
             positions = torch.arange(tokens, device=self._model.device)[None]
             wants_type = "layer_type" in inspect.signature(self._modules[0].forward).parameters
             found = self._modules[0](like, positions, *([key[0]] if wants_type else []))
