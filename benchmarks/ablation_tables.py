@@ -1,0 +1,214 @@
+"""The tables of an ablation, in Markdown: KL in 10^-3 nats, intervals of 95 % clustered by document.
+
+A document takes them between `<!-- table: NAME -->` and `<!-- end -->`. A step's worth is paired: the mean over documents of the logarithm of the
+two KLs' ratio, so that documents on which everything is hard do not hide it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvarto.errors import UsageError
+from kvarto.files import write_whole
+from variants import KEY_STEPS, VALUE_STEPS
+
+Models = dict[str, dict[str, Any]]
+_PLACES = ("first", "page", "later")
+_MARK = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def show(file: Path, into: Path | None) -> None:
+    """Print the tables of a result, or put them into a document. Raises UsageError."""
+    try:
+        models: Models = json.loads(file.read_text())["models"]
+    except (OSError, ValueError, KeyError) as error:
+        raise UsageError("--tables", "a file that ablation.py wrote", f"{file} ({error!r})") from None
+    if into is None:
+        for name, table in TABLES.items():
+            print(f"\n{name}\n\n{table(models)}")
+        return
+    text = into.read_text()
+    if unknown := [match[2] for match in _MARK.finditer(text) if match[2] not in TABLES]:
+        raise UsageError(f"{into}, table", f"one of {', '.join(TABLES)}", unknown[0])
+    filled = _MARK.sub(lambda match: f"{match[1]}{TABLES[match[2]](models)}\n{match[3]}", text)
+    write_whole(into, filled.encode())
+
+
+def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) if rows else "not measured"
+
+
+def _number(x: float) -> str:
+    """Three digits, without an exponent."""
+    return f"{x:,.0f}" if abs(x) >= 100 else f"{x:.3g}"
+
+
+def _estimate(documents: Sequence[Sequence[float]], column: int) -> Any:
+    from kvarto import stats
+
+    return stats.clustered_mean([each[column] for each in documents], [each[0] for each in documents])
+
+
+def _kl(case: dict[str, Any] | None, *, top1: bool = True) -> str:
+    """KL [interval] top-1."""
+    if case is None:
+        return ""
+    kl = _estimate(case["documents"], 1)
+    text = _number(kl.mean * 1e3)
+    if math.isfinite(kl.error):
+        text += f" [{_number(max(kl.low, 0) * 1e3)}, {_number(kl.high * 1e3)}]"
+    return f"{text}, {100 * _estimate(case['documents'], 2).mean:.1f} %" if top1 else text
+
+
+def _cases(models: Models, **label: Any) -> dict[tuple[str, ...], dict[str, dict[str, Any]]]:
+    """(name) to model to case, of those with these labels, in the file's order."""
+    found: dict[tuple[str, ...], dict[str, dict[str, Any]]] = {}
+    for model, result in models.items():
+        for case in result["cases"]:
+            if all(case.get(key) == value for key, value in label.items()):
+                found.setdefault((case["name"],), {})[model] = case
+    return found
+
+
+def _ladder(models: Models, side: str) -> str:
+    rows = []
+    for bits in (8, 4, 3, 2):
+        for (name,), of_model in _cases(models, section="fidelity", side=side, bits=bits).items():
+            k, v = next(iter(of_model.values()))["bits_128"]
+            width = {"k": k, "v": v, "both": (k + v) / 2}[side]
+            rows.append([f"{bits}", name, f"{width:.3g}", *(_kl(of_model.get(model)) for model in models)])
+    return _markdown(["bits", "variant", "with terms, D = 128", *models], rows)
+
+
+def _ratio(before: dict[str, Any] | None, after: dict[str, Any] | None) -> str:
+    """KL after over KL before, geometric over documents, with an interval: below 1 the step pays."""
+    if before is None or after is None:
+        return ""
+    from kvarto import stats
+
+    pairs = [
+        (one[1] / one[0], two[1] / two[0]) for one, two in zip(before["documents"], after["documents"], strict=True)
+    ]
+    if any(min(pair) <= 0 for pair in pairs):
+        return ""
+    logs = [math.log(two / one) for one, two in pairs]
+    found = stats.clustered_mean(logs, [1.0] * len(logs))
+    text = f"{math.exp(found.mean):.2f}"
+    if math.isfinite(found.error):
+        sure = "**" if found.high < 0 else ""
+        text = f"{sure}{text}{sure} [{math.exp(found.low):.2f}, {math.exp(found.high):.2f}]"
+    return text  # fmt: skip
+
+
+def _steps(models: Models, side: str, steps: Sequence[tuple[str, str, str]]) -> str:
+    rows = []
+    for bits in (4, 3, 2):
+        known = _cases(models, section="fidelity", side=side, bits=bits)
+        for what, before, after in steps:
+            cells = [
+                _ratio(known.get((before,), {}).get(model), known.get((after,), {}).get(model)) for model in models
+            ]
+            if any(cells):
+                rows.append([f"{bits}", what, before, *cells])
+    return _markdown(["bits", "step", "added to", *models], rows)
+
+
+def _sink_mass(models: Models) -> str:
+    rows = []
+    for model, result in models.items():
+        if sinks := result.get("sinks"):
+            mass, norms = ([f"{x:.3g}" for x in sinks[key].values()] for key in ("mass", "norms"))
+            rows.append([model, *mass, *norms])
+    columns = ["mass: first token", "rest of first page", "later"]
+    norms = ["|k|, first token", "later", "|k - static mean|, first token", "later"]
+    return _markdown(["model", *columns, *norms], rows)
+
+
+def _sink_errors(models: Models) -> str:
+    """Of each variant, by place: root mean square error of a score; part in KL to second order; in the output to first."""
+    rows = []
+    for model, result in models.items():
+        for each in result.get("sinks", {}).get("errors", []):
+            root = [f"{math.sqrt(each[place]['square']):.3g}" for place in _PLACES]
+            parts = [f"{1e3 * each[place][what]:.3g}" for what in ("felt", "output") for place in _PLACES]
+            rows.append([model, each["name"], *root, *parts])
+    header = [f"{what}: {place}" for what in ("score error", "KL x 1000", "output x 1000") for place in _PLACES]
+    return _markdown(["model", "keys, 4 bits", *header], rows)
+
+
+def _sink_kl(models: Models) -> str:
+    rows = []
+    for model, result in models.items():
+        cases = [case for case in result["cases"] if case["section"] == "coded"]
+        for name in dict.fromkeys(case["name"] for case in cases):
+            of = {case["coded"]: case for case in cases if case["name"] == name}
+            rows.append([model, name, *(_kl(of.get(coded), top1=False) for coded in ("all", *_PLACES))])
+    return _markdown(["model", "keys, 4 bits", "all", "first token", "rest of first page", "later alone"], rows)
+
+
+def _grid(models: Models) -> str:
+    rows = []
+    for model, result in models.items():
+        cases = [case for case in result["cases"] if case["section"] == "grid"]
+        windows = sorted({case["window_pages"] for case in cases})
+        for name, sink in dict.fromkeys((case["name"], case["sink_tokens"]) for case in cases):
+            of = {case["window_pages"]: case for case in cases if (case["name"], case["sink_tokens"]) == (name, sink)}
+            rows.append([model, name, f"{sink}", *(_kl(of.get(window)) for window in windows)])
+        header = ["model", "format", "sink, tokens", *(f"window {64 * window}" for window in windows)]
+    return _markdown(header, rows) if rows else "not measured"
+
+
+def _tasks(models: Models) -> str:
+    """Needles found; JSON that parses and follows the schema, and that has the right values."""
+    rows = []
+    for model, result in models.items():
+        raw = next(iter(result.get("tasks", [])), None)
+        for each in result.get("tasks", []):
+            pairs = [*zip(raw["needles"], each["needles"], strict=True)]  # type: ignore[index]
+            lost, gained = sum(a and not b for a, b in pairs), sum(b and not a for a, b in pairs)
+            found = f"{sum(each['needles'])} of {len(pairs)} (-{lost} +{gained})"
+            rows.append([model, f"{each['bits']}", each["name"], found, *_judged(result["orders"], each["answers"])])
+    return _markdown(["model", "bits", "format", "needles (lost, gained)", "JSON by the schema", "right values"], rows)
+
+
+def _judged(orders: Sequence[dict[str, Any]], answers: Sequence[str]) -> list[str]:
+    from kvarto.study.json_check import Extraction, score
+
+    items = [
+        score(Extraction(order["sentence"], (), order["expected"]), text)
+        for order, text in zip(orders, answers, strict=True)
+    ]
+    counts = (sum(item.follows_schema for item in items), sum(item.right_values for item in items))
+    return [f"{count} of {len(items)}" for count in counts]  # fmt: skip
+
+
+def _runs(models: Models) -> str:
+    rows = []
+    for model, result in models.items():
+        about, machine, lengths = result["about"], result["machine"], result["document_tokens"]
+        texts = f"{len(lengths)} of {max(lengths)} tokens, {about['text']}; {len(about['calibration'])}, {about['calibration_text']}"
+        rows.append(
+            [model, f"{result['dim']}", texts, machine["device"], machine["commit"], f"{result['seconds']:.0f}"]
+        )
+    return _markdown(["model", "D", "documents; for moments", "device", "commit", "seconds"], rows)
+
+
+TABLES: dict[str, Callable[[Models], str]] = {
+    "runs": _runs,
+    "keys": lambda models: _ladder(models, "k"),
+    "values": lambda models: _ladder(models, "v"),
+    "both": lambda models: _ladder(models, "both"),
+    "key-steps": lambda models: _steps(models, "k", KEY_STEPS),
+    "value-steps": lambda models: _steps(models, "v", VALUE_STEPS),
+    "tasks": _tasks,
+    "sink-mass": _sink_mass,
+    "sink-errors": _sink_errors,
+    "sink-kl": _sink_kl,
+    "grid": _grid,
+}
