@@ -19,7 +19,7 @@ import platform
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -115,12 +115,11 @@ def task_cases(bits: Sequence[int]) -> Iterator[Case]:
 
 @dataclass
 class Run:
-    """All cases on one model; `found` by case, a `Sums` for each document that all have read."""
+    """What is measured on one model."""
 
     simulation: Simulation
     inputs: Inputs
     options: argparse.Namespace
-    found: list[list[Sums]] = field(default_factory=list)
     began: float = field(default_factory=time.monotonic)
 
     def say(self, line: str) -> None:
@@ -134,8 +133,8 @@ class Run:
             rows = rows[len(batch) :]
             yield torch.tensor(batch, device=self.simulation.model.device)
 
-    def read(self, cases: Sequence[Case]) -> list[list[Sums]]:
-        """Every case on a batch, then the next batch: who stops early has fewer documents of all."""
+    def read(self, cases: Sequence[Case]) -> Iterator[list[list[Sums]]]:
+        """Every case on a batch, then the next batch: who stops early has fewer documents of all. Gives all sums so far, by case."""
         found: list[list[Sums]] = [[] for _ in cases]
         for number, tokens in enumerate(self.batches(), start=1):
             scored = tokens.shape[1] - FIRST_SCORED
@@ -145,7 +144,7 @@ class Run:
                 sums += [compare(of_base, of_case) for of_base, of_case in zip(base, logits, strict=True)]
                 kl, positions = sum(s.kl_nats for s in sums), sum(s.positions for s in sums)
                 self.say(f"batch {number}  KL {kl / positions:.6f}  {' '.join(map(str, case.label.values()))}")
-        return found
+            yield found
 
     def needles(self, reading: Reading) -> list[bool]:
         """Whether greedy decoding gives each needle's whole number: it does if every token of it is the likeliest, given those before."""
@@ -168,11 +167,11 @@ class Run:
         return greedy(self.simulation, reading, prompts, drafts, ends, MOST_ANSWER_TOKENS)
 
     def tasks(self, cases: Sequence[Case]) -> list[dict[str, Any]]:
-        """Needles and JSON of each; the first writes the others' drafts. Answers as text, judged when tables are made."""
-        results, drafts = [], [[] for _ in self.inputs.extractions]  # type: ignore[var-annotated]
+        """Needles and JSON of each; what the first, raw, writes is the others' draft. Answers as text, judged when tables are made."""
+        results, drafts = list[dict[str, Any]](), self.inputs.drafts
         for case in cases:
             answers = self.answers(case.reading, drafts)
-            drafts = drafts if any(drafts) else answers
+            drafts = drafts if results else [tuple(answer) for answer in answers]
             found = self.needles(case.reading)
             results.append({**case.label, "needles": found, "answers": [self.inputs.text(each) for each in answers]})
             self.say(f"needles {sum(found)} of {len(found)}  {case.label['bits']} {case.label['name']}")
@@ -192,33 +191,33 @@ def as_json(case: Case, dim: int, sums: Sequence[Sums]) -> dict[str, Any]:
     return {**case.label, "k_bits": k, "v_bits": v, "bits_128": [k128, v128], "documents": documents}
 
 
-def run(simulation: Simulation, inputs: Inputs, options: argparse.Namespace) -> dict[str, Any]:
-    """Everything that was asked for, on one model."""
+def run(
+    simulation: Simulation, inputs: Inputs, options: argparse.Namespace, keep: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """Everything that was asked for, on one model. `keep` gets what is known after each batch, and all of it at the end."""
     runner = Run(simulation, inputs, options)
     calibrate(simulation, [torch.tensor(row) for row in inputs.calibration])
     runner.say("calibrated")
-    result: dict[str, Any] = {
-        "machine": machine(options),
-        "dim": simulation.dim,
-        "layers": simulation.layers,
-        "about": inputs.about,
-    }
-    result["document_tokens"] = [len(row) for row in inputs.documents]
+    result: dict[str, Any] = {"machine": machine(options), "dim": simulation.dim, "layers": simulation.layers}
+    result |= {"about": inputs.about, "document_tokens": len(inputs.documents[0]), "cases": []}
     cases = list(fidelity_cases(options.bits)) if options.fidelity else []
     cases += list(sink_cases()) if options.sink_study else []
     cases = [case for case in cases if options.only in " ".join(map(str, case.label.values()))]
-    result["cases"] = [
-        as_json(case, simulation.dim, sums) for case, sums in zip(cases, runner.read(cases), strict=True)
-    ]
     if options.sink_study:
         result["sinks"] = runner.sinks()
+    for found in runner.read(cases):
+        pairs = zip(cases, found, strict=True)
+        result["cases"] = [as_json(case, simulation.dim, sums) for case, sums in pairs]
+        result["seconds"] = time.monotonic() - runner.began
+        keep(result)
     if options.tasks:
-        result["tasks"] = runner.tasks(
-            [case for case in task_cases(options.bits) if options.only in case.label["name"] or case.reading is RAW]
-        )
-        result["orders"] = list(inputs.orders)
+        of_tasks = [
+            case for case in task_cases(options.bits) if case.reading is RAW or options.only in case.label["name"]
+        ]
+        result |= {"tasks": runner.tasks(of_tasks), "orders": list(inputs.orders)}
     result["seconds"] = time.monotonic() - runner.began
-    return result  # fmt: skip
+    keep(result)
+    return result
 
 
 def machine(options: argparse.Namespace) -> dict[str, Any]:
@@ -287,6 +286,13 @@ def folder_of(model: str) -> Path:
     return found
 
 
+def put(path: Path, model: str, result: dict[str, Any]) -> None:
+    """The result of a model into the file, beside those of others."""
+    report = json.loads(path.read_text()) if path.exists() else {"models": {}}
+    report["models"][model] = result
+    write_whole(path, (json.dumps(report) + "\n").encode())
+
+
 def main(options: argparse.Namespace) -> None:
     if options.tables:
         ablation_tables.show(options.tables, options.into)
@@ -303,10 +309,7 @@ def main(options: argparse.Namespace) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     options.batch = options.batch or (1 if options.device == "cpu" else len(inputs.documents))
     simulation = Simulation(load(folder, options.gguf, options.device))
-    result = run(simulation, inputs, options)
-    report = json.loads(options.out.read_text()) if options.out.exists() else {"models": {}}
-    report["models"][options.name or folder.name] = result
-    write_whole(options.out, (json.dumps(report) + "\n").encode())
+    run(simulation, inputs, options, lambda result: put(options.out, options.name or folder.name, result))
     print(f"wrote {options.out}; tables: python benchmarks/ablation.py --tables {options.out}")
 
 

@@ -191,12 +191,22 @@ def _judged(orders: Sequence[dict[str, Any]], answers: Sequence[str]) -> list[st
 def _runs(models: Models) -> str:
     rows = []
     for model, result in models.items():
-        about, machine, lengths = result["about"], result["machine"], result["document_tokens"]
-        texts = f"{len(lengths)} of {max(lengths)} tokens, {about['text']}; {len(about['calibration'])}, {about['calibration_text']}"
+        about, machine = result["about"], result["machine"]
+        read = max((len(case["documents"]) for case in result["cases"]), default=0)
+        texts = f"{read} of {result['document_tokens']} tokens, {about['text']}"
+        moments = f"{len(about['calibration'])}, {about['calibration_text']}"
         rows.append(
-            [model, f"{result['dim']}", texts, machine["device"], machine["commit"], f"{result['seconds']:.0f}"]
+            [
+                model,
+                f"{result['dim']}",
+                texts,
+                moments,
+                machine["device"],
+                machine["commit"],
+                f"{result['seconds']:.0f}",
+            ]
         )
-    return _markdown(["model", "D", "documents; for moments", "device", "commit", "seconds"], rows)
+    return _markdown(["model", "D", "documents", "for moments", "device", "commit", "seconds"], rows)
 
 
 TABLES: dict[str, Callable[[Models], str]] = {

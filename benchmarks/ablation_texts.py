@@ -21,6 +21,7 @@ from kvarto.errors import UsageError
 from kvarto.files import write_whole
 
 Row = tuple[int, ...]
+_ROWS = ("documents", "calibration", "needles", "extractions", "drafts")
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Inputs:
     needles: tuple[Row, ...] = ()
     answer_tokens: tuple[int, ...] = ()
     extractions: tuple[Row, ...] = ()
+    drafts: tuple[Row, ...] = ()
     orders: tuple[dict[str, Any], ...] = ()
     line_ends: frozenset[int] = frozenset()
     vocabulary: tuple[str, ...] = field(default=(), repr=False)
@@ -63,7 +65,7 @@ def build(tokenizer: Any, wanted: Wanted) -> Inputs:
     from kvarto.models.texts import texts
     from kvarto.study.json_check import build_extractions
     from kvarto.study.needles import build_haystack
-    from kvarto.study.passages import cut_passages, paragraphs
+    from kvarto.study.passages import cut_passages, paragraphs, token_ids
 
     sizes = {"tokens": wanted.document_tokens - 1, "seed": wanted.seed}
     read = texts(wanted.text)
@@ -87,6 +89,7 @@ def build(tokenizer: Any, wanted: Wanted) -> Inputs:
         needles=tuple((*each.prefix, *ending) for each in haystacks for ending in each.endings),
         answer_tokens=tuple(tail for each in haystacks for tail in each.answer_tokens),
         extractions=tuple(each.tokens for each in extractions),
+        drafts=tuple(tuple(token_ids(tokenizer, f" {json.dumps(each.expected)}\n", special=False)) for each in extractions),
         orders=tuple({"sentence": each.sentence, "expected": each.expected} for each in extractions),
         line_ends=frozenset(i for i, text in enumerate(vocabulary) if "\n" in text or i == tokenizer.eos_token_id),
         vocabulary=vocabulary,
@@ -95,7 +98,7 @@ def build(tokenizer: Any, wanted: Wanted) -> Inputs:
 
 def save(inputs: Inputs, path: Path) -> None:
     """Whole or not at all; no pickles."""
-    rows = {name: getattr(inputs, name) for name in ("documents", "calibration", "needles", "extractions")}
+    rows = {name: getattr(inputs, name) for name in _ROWS}
     arrays: dict[str, Any] = {}
     for name, of_name in rows.items():
         arrays[name] = np.array([token for row in of_name for token in row], np.int32)
@@ -115,10 +118,7 @@ def open_inputs(path: Path) -> Inputs:
     try:
         with np.load(path, allow_pickle=False) as file:
             rest = json.loads(bytes(file["rest"]))
-            rows = {
-                name: _rows(file[name], file[f"{name}_lengths"])
-                for name in ("documents", "calibration", "needles", "extractions")
-            }
+            rows = {name: _rows(file[name], file[f"{name}_lengths"]) for name in _ROWS}
     except (OSError, ValueError, KeyError) as error:
         raise UsageError("--documents", "a file that --write-documents wrote", f"{path} ({error})") from None
     return Inputs(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from dataclasses import replace
@@ -220,6 +219,7 @@ def inputs() -> Inputs:
         needles=((*needle, found), (*needle[:-40], missed, missed)),
         answer_tokens=(1, 2),
         extractions=((*needle[:140],), (*needle[:150],)),
+        drafts=((3, 4, 5), (6, 7)),
         orders=({"sentence": "one", "expected": {}}, {"sentence": "two", "expected": {}}),
         line_ends=frozenset({7, 8}),
         vocabulary=tuple(f"<{token}>" for token in range(tiny.VOCABULARY)),
@@ -236,8 +236,9 @@ def test_a_run_gives_all_tables(
     options = ablation.parse(
         ["tiny", "--sink-study", "--bits", "4", "--out", str(out), "--commit", "none", "--batch", "2"]
     )
-    result = ablation.run(simulation(), open_inputs(tmp_path / "inputs.npz"), options)
-    out.write_text(json.dumps({"models": {"tiny": result}}))
+    result = ablation.run(
+        simulation(), open_inputs(tmp_path / "inputs.npz"), options, lambda result: ablation.put(out, "tiny", result)
+    )
     assert all(len(case["documents"]) == 3 for case in result["cases"])
     assert result["tasks"][0]["needles"] == [True, False]
     by_name = {
