@@ -51,7 +51,7 @@ def _weights(config: Any, file: Path) -> dict[str, Tensor]:
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     found = {}
     for tensor in gguf.GGUFReader(file).tensors:
-        numbers = np.ascontiguousarray(gguf.quants.dequantize(tensor.data, tensor.tensor_type))
+        numbers = np.array(gguf.quants.dequantize(tensor.data, tensor.tensor_type))  # a copy: the file is read-only
         weight = torch.from_numpy(numbers).float().reshape([int(size) for size in reversed(tensor.shape)])
         first, _, rest = tensor.name.partition(".")
         if first != "blk":
