@@ -33,7 +33,6 @@ from checkpoints import load
 from kvarto.errors import KvartoError, UsageError
 from kvarto.files import require_writable, write_whole
 from kvarto.layout import PAGE_TOKENS, Side
-from measure import commit, cpu_name
 from simulated import FIRST_SCORED, RAW, Reading, Simulation, Sums, calibrate, compare, greedy
 from sink_study import SinkStudy, readings
 from variants import Variant, codec, formats, key_variants, sink_variants, value_variants
@@ -168,7 +167,7 @@ class Run:
 
     def tasks(self, cases: Sequence[Case]) -> list[dict[str, Any]]:
         """Needles and JSON of each; what the first, raw, writes is the others' draft. Answers as text, judged when tables are made."""
-        results, drafts = list[dict[str, Any]](), self.inputs.drafts
+        results, drafts = list[dict[str, Any]](), list(self.inputs.drafts)
         for case in cases:
             answers = self.answers(case.reading, drafts)
             drafts = drafts if results else [tuple(answer) for answer in answers]
@@ -221,10 +220,14 @@ def run(
 
 
 def machine(options: argparse.Namespace) -> dict[str, Any]:
-    device = torch.cuda.get_device_name() if options.device.startswith("cuda") else cpu_name()
+    device, revision = torch.cuda.get_device_name() if options.device.startswith("cuda") else "", options.commit
+    if not (device and revision):
+        import measure  # needs psutil, which a GPU's machine may lack
+
+        device, revision = device or measure.cpu_name(), revision or measure.commit()
     return {
         "device": device, "threads": torch.get_num_threads(), "python": platform.python_version(), "torch": torch.__version__,
-        "transformers": transformers.__version__, "commit": options.commit or commit(), "command": shlex.join(["ablation.py", *sys.argv[1:]]),
+        "transformers": transformers.__version__, "commit": revision, "command": shlex.join(["ablation.py", *sys.argv[1:]]),
     }  # fmt: skip
 
 
@@ -254,12 +257,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--no-fidelity", dest="fidelity", action="store_false", help="without the ladders")
     add("--no-tasks", dest="tasks", action="store_false", help="without needles and JSON")
     add("--out", type=Path, default=BASELINE)
+    add("--join", type=Path, nargs="+", metavar="FILE", help="put the models of these results into --out, and stop")
     add("--commit", help="where git is not at hand")
     add("--tables", type=Path, metavar="FILE", help="print the tables of a result, and stop")
     add("--into", type=Path, metavar="FILE", help="with --tables: put them between the marks of this document")
     options = parser.parse_args(arguments)
-    if not options.model and not options.tables:
-        parser.error("expected a model or --tables FILE")
+    if not (options.model or options.tables or options.join):
+        parser.error("expected a model, --tables FILE or --join FILE")
     if wrong := set(options.bits) - {4, 3, 2}:
         parser.error(f"--bits: expected some of 4,3,2, got {wrong.pop()}")
     if options.tokens < 2 * FIRST_SCORED:
@@ -296,6 +300,11 @@ def put(path: Path, model: str, result: dict[str, Any]) -> None:
 def main(options: argparse.Namespace) -> None:
     if options.tables:
         ablation_tables.show(options.tables, options.into)
+        return
+    if options.join:
+        for file in options.join:
+            for model, result in ablation_tables.models_of(file).items():
+                put(options.out, model, result)
         return
     folder = folder_of(options.model)
     if options.inputs is None:

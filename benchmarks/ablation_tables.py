@@ -22,12 +22,18 @@ _PLACES = ("first", "page", "later")
 _MARK = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
-def show(file: Path, into: Path | None) -> None:
-    """Print the tables of a result, or put them into a document. Raises UsageError."""
+def models_of(file: Path) -> Models:
+    """Of a result, by name. Raises UsageError."""
     try:
         models: Models = json.loads(file.read_text())["models"]
     except (OSError, ValueError, KeyError) as error:
-        raise UsageError("--tables", "a file that ablation.py wrote", f"{file} ({error!r})") from None
+        raise UsageError("result", "a file that ablation.py wrote", f"{file} ({error!r})") from None
+    return models
+
+
+def show(file: Path, into: Path | None) -> None:
+    """Print the tables of a result, or put them into a document. Raises UsageError."""
+    models = models_of(file)
     if into is None:
         for name, table in TABLES.items():
             print(f"\n{name}\n\n{table(models)}")

@@ -124,7 +124,8 @@ def _attend(
     Hq, T, D = q.shape
     grouped = q.reshape(raw[0].shape[0], -1, T, D)
     near, seen = raw_for(T, window_pages, q.device)
-    scores = torch.where(near, *(grouped @ k[:, None].transpose(-1, -2) for k in (raw[0], coded[0])))
+    of_raw, of_coded = (grouped @ k[:, None].transpose(-1, -2) for k in (raw[0], coded[0]))
+    scores = torch.where(near, of_raw, of_coded)
     weights = torch.softmax((scores * scale).masked_fill(~seen, -math.inf), dim=-1)
     out = (weights * near) @ raw[1][:, None] + (weights * ~near) @ coded[1][:, None]
     return out.reshape(Hq, T, D)
@@ -163,8 +164,8 @@ def calibrate(simulation: Simulation, documents: Sequence[Tensor]) -> None:
 
 def _moments(k_mean: Tensor, v_mean: Tensor, q_square: Tensor, k_square: Tensor) -> Moments:
     """From means over tokens, float64 [Hkv, D]."""
-    pairs = [x.unflatten(-1, (2, -1)).mean(-2) for x in (q_square, k_square)]
-    balance = (pairs[0] / pairs[1].clamp_min(1e-12)).clamp_min(1e-12).pow(0.25)
+    of_q, of_k = (x.unflatten(-1, (2, -1)).mean(-2) for x in (q_square, k_square))
+    balance = (of_q / of_k.clamp_min(1e-12)).clamp_min(1e-12).pow(0.25)
     balance = balance / balance.log().mean(-1, keepdim=True).exp()
     return Moments(*(x.float()[:, None, None] for x in (k_mean, v_mean, torch.cat([balance, balance], dim=-1))))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from dataclasses import replace
@@ -42,11 +43,12 @@ from variants import (
 )
 
 TOKENS, SCORED = 300, 172
+SHAPE = {"head_dim": 32, "num_hidden_layers": 2}
 
 
 @cache
 def simulation() -> Simulation:
-    made = Simulation(tiny.model("llama", head_dim=32))
+    made = Simulation(tiny.model("llama", **SHAPE))
     calibrate(made, [document(seed) for seed in (11, 12)])
     return made
 
@@ -69,7 +71,7 @@ def plain(*shape: int) -> Moments:
 
 
 def test_nothing_coded_is_the_model_itself() -> None:
-    model, tokens = tiny.model("llama", head_dim=32), document(1)[None]
+    model, tokens = tiny.model("llama", **SHAPE), document(1)[None]
     expected = model(tokens, cache=DynamicCache(config=model.config)).logits[:, -SCORED:]
     got = simulation().logits(tokens, scored=SCORED)
     assert tiny.relative(got, expected) < 1e-5
@@ -89,7 +91,7 @@ def test_a_shipped_codec_reads_as_its_slabs_decode(name: str) -> None:
 @pytest.mark.parametrize("text", ["int4", "int2", "int4+sink0", "int4+sink128+window64"])
 def test_the_real_cache_says_the_same(text: str) -> None:
     """What the shipped cache gives, sink and window included, up to the codes that a rounding of the keys before it flips."""
-    model, tokens = tiny.model("llama", head_dim=32), document(1)[None]
+    model, tokens = tiny.model("llama", **SHAPE), document(1)[None]
     real = model(tokens, cache=Cache(model, text)).logits[0, -SCORED:]
     name = text.partition("+")[0]
     reading = Reading(
@@ -234,7 +236,7 @@ def test_a_run_gives_all_tables(
     monkeypatch.setattr(ablation, "MOST_ANSWER_TOKENS", 3)
     out = tmp_path / "result.json"
     options = ablation.parse(
-        ["tiny", "--sink-study", "--bits", "4", "--out", str(out), "--commit", "none", "--batch", "2"]
+        ["tiny", "--sink-study", "--bits", "4", "--out", str(out), "--commit", "none", "--batch", "3"]
     )
     result = ablation.run(
         simulation(), open_inputs(tmp_path / "inputs.npz"), options, lambda result: ablation.put(out, "tiny", result)
@@ -255,6 +257,8 @@ def test_a_run_gives_all_tables(
         [each[1] for each in by_name["fidelity", "k", 4, "int4"]]
     )
 
+    ablation.main(ablation.parse(["--join", str(out), "--out", str(tmp_path / "joined.json")]))
+    assert json.loads((tmp_path / "joined.json").read_text()) == json.loads(out.read_text())
     guide = tmp_path / "guide.md"
     guide.write_text("\n".join(f"<!-- table: {name} -->\nlast year\n<!-- end -->" for name in ablation_tables.TABLES))
     ablation.main(ablation.parse(["--tables", str(out), "--into", str(guide)]))
