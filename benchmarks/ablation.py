@@ -194,10 +194,10 @@ def run(
     simulation: Simulation, inputs: Inputs, options: argparse.Namespace, keep: Callable[[dict[str, Any]], None]
 ) -> dict[str, Any]:
     """Everything that was asked for, on one model. `keep` gets what is known after each batch, and all of it at the end."""
+    result: dict[str, Any] = {"machine": machine(options), "dim": simulation.dim, "layers": simulation.layers}
     runner = Run(simulation, inputs, options)
     calibrate(simulation, [torch.tensor(row) for row in inputs.calibration])
     runner.say("calibrated")
-    result: dict[str, Any] = {"machine": machine(options), "dim": simulation.dim, "layers": simulation.layers}
     result |= {"about": inputs.about, "document_tokens": len(inputs.documents[0]), "cases": []}
     cases = list(fidelity_cases(options.bits)) if options.fidelity else []
     cases += list(sink_cases()) if options.sink_study else []
