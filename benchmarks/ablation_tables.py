@@ -1,7 +1,7 @@
 """The tables of an ablation, in Markdown: KL in 10^-3 nats, intervals of 95 % clustered by document.
 
-A document takes them between `<!-- table: NAME -->` and `<!-- end -->`. A step's worth is paired: the mean over documents of the logarithm of the
-two KLs' ratio, so that documents on which everything is hard do not hide it.
+A document takes those that it names between `<!-- table: NAME -->` and `<!-- end -->`; all are printed. A step's worth is paired: the mean over
+documents of the logarithm of the two KLs' ratio, so that documents on which everything is hard do not hide it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,11 @@ from kvarto.files import write_whole
 from variants import KEY_STEPS, VALUE_STEPS
 
 Models = dict[str, dict[str, Any]]
+PEERS = (
+    ("int4", "kivi4"), ("int4", "kivi4-g32"), ("int4", "turbo4"), ("int3", "kivi3"), ("int3", "turbo3"), ("int3", "turbo4"),
+    ("int2", "kivi2"), ("int2", "kivi2-g32"), ("int2", "turbo2"), ("int2", "turbo3"),
+)  # fmt: skip
+"""(ours, theirs) of one name's bits, and where theirs have more."""
 _PLACES = ("first", "page", "later")
 _MARK = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -86,10 +91,17 @@ def _ladder(models: Models, side: str) -> str:
     rows = []
     for bits in (8, 4, 3, 2):
         for (name,), of_model in _cases(models, section="fidelity", side=side, bits=bits).items():
-            k, v = next(iter(of_model.values()))["bits_128"]
-            width = {"k": k, "v": v, "both": (k + v) / 2}[side]
-            rows.append([f"{bits}", name, f"{width:.3g}", *(_kl(of_model.get(model)) for model in models)])
-    return _markdown(["bits", "variant", "with terms, D = 128", *models], rows)
+            rows.append([f"{bits}", name, *_widths(of_model, side), *(_kl(of_model.get(model)) for model in models)])
+    return _markdown(["bits", "variant", "with terms", "at D = 128", *models], rows)
+
+
+def _widths(of_model: Mapping[str, dict[str, Any]], side: str) -> list[str]:
+    """Bits of a number with all terms: as measured, of each D that was; and by the rule at D = 128."""
+    cases = of_model.values()
+    pairs = [(case["k_bits"], case["v_bits"]) for case in cases], [tuple(case["bits_128"]) for case in cases]
+    return [
+        ", ".join(dict.fromkeys(f"{ {'k': k, 'v': v, 'both': (k + v) / 2}[side]:.3g}" for k, v in of)) for of in pairs
+    ]
 
 
 def _ratio(before: dict[str, Any] | None, after: dict[str, Any] | None) -> str:
@@ -105,24 +117,40 @@ def _ratio(before: dict[str, Any] | None, after: dict[str, Any] | None) -> str:
         return ""
     logs = [math.log(two / one) for one, two in pairs]
     found = stats.clustered_mean(logs, [1.0] * len(logs))
-    text = f"{math.exp(found.mean):.2f}"
+    text = _factor(math.exp(found.mean))
     if math.isfinite(found.error):
         sure = "**" if found.high < 0 else ""
-        text = f"{sure}{text}{sure} [{math.exp(found.low):.2f}, {math.exp(found.high):.2f}]"
+        text = f"{sure}{text}{sure} [{_factor(math.exp(found.low))}, {_factor(math.exp(found.high))}]"
     return text  # fmt: skip
 
 
+def _factor(x: float) -> str:
+    """Two places, two digits below a tenth."""
+    return f"{x:.2f}" if x >= 0.1 else f"{x:.2g}"
+
+
 def _steps(models: Models, side: str, steps: Sequence[tuple[str, str, str]]) -> str:
+    """A step a row, a width of a model a column."""
+    known = {bits: _cases(models, section="fidelity", side=side, bits=bits) for bits in (4, 3, 2)}
+    columns = [(model, bits) for model in models for bits, found in known.items() if found]
     rows = []
-    for bits in (4, 3, 2):
-        known = _cases(models, section="fidelity", side=side, bits=bits)
-        for what, before, after in steps:
-            cells = [
-                _ratio(known.get((before,), {}).get(model), known.get((after,), {}).get(model)) for model in models
-            ]
-            if any(cells):
-                rows.append([f"{bits}", what, before, *cells])
-    return _markdown(["bits", "step", "added to", *models], rows)
+    for what, before, after in steps:
+        pairs = [[known[bits].get((name,), {}).get(model) for name in (before, after)] for model, bits in columns]
+        cells = [_ratio(*pair) for pair in pairs]
+        if any(cells):
+            rows.append([what, before, *cells])
+    return _markdown(["step", "added to", *(f"{model}, {bits} bits" for model, bits in columns)], rows)
+
+
+def _peers(models: Models) -> str:
+    """What ours multiply the KL of others by, both sides."""
+    known = {name: of_model for (name,), of_model in _cases(models, section="fidelity", side="both").items()}
+    rows = []
+    for ours, theirs in PEERS:
+        if ours in known and theirs in known:
+            bits = [f"{name} ({_widths(known[name], 'both')[0]})" for name in (ours, theirs)]
+            rows.append([*bits, *(_ratio(known[theirs].get(model), known[ours].get(model)) for model in models)])
+    return _markdown(["ours (bits)", "theirs (bits)", *models], rows)
 
 
 def _sink_mass(models: Models) -> str:
@@ -159,39 +187,56 @@ def _sink_kl(models: Models) -> str:
 
 
 def _grid(models: Models) -> str:
-    rows = []
+    """A format and sink a row, a window of a model a column."""
+    found: dict[tuple[str, int], dict[tuple[str, int], dict[str, Any]]] = {}
     for model, result in models.items():
-        cases = [case for case in result["cases"] if case["section"] == "grid"]
-        windows = sorted({case["window_pages"] for case in cases})
-        for name, sink in dict.fromkeys((case["name"], case["sink_tokens"]) for case in cases):
-            of = {case["window_pages"]: case for case in cases if (case["name"], case["sink_tokens"]) == (name, sink)}
-            rows.append([model, name, f"{sink}", *(_kl(of.get(window)) for window in windows)])
-        header = ["model", "format", "sink, tokens", *(f"window {64 * window}" for window in windows)]
-    return _markdown(header, rows) if rows else "not measured"
+        for case in result["cases"]:
+            if case["section"] == "grid":
+                found.setdefault((case["name"], case["sink_tokens"]), {})[model, case["window_pages"]] = case
+    windows = sorted({window for of in found.values() for _, window in of})
+    columns = [(model, window) for model in models for window in windows]
+    rows = [[name, f"{sink}", *(_kl(of.get(at), top1=False) for at in columns)] for (name, sink), of in found.items()]
+    return _markdown(["format", "sink", *(f"{model}, window {64 * window}" for model, window in columns)], rows)
 
 
 def _tasks(models: Models) -> str:
-    """Needles found; JSON that parses and follows the schema, and that has the right values."""
-    rows = []
+    """Of what ships: needles found; answers that are raw's to the letter, that follow the schema, that have the right values."""
+    from kvarto.codecs import registry
+
+    found: dict[str, dict[str, list[str]]] = {}
     for model, result in models.items():
-        raw = next(iter(result.get("tasks", [])), None)
         for each in result.get("tasks", []):
-            pairs = [*zip(raw["needles"], each["needles"], strict=True)]  # type: ignore[index]
-            lost, gained = sum(a and not b for a, b in pairs), sum(b and not a for a, b in pairs)
-            found = f"{sum(each['needles'])} of {len(pairs)} (-{lost} +{gained})"
-            rows.append([model, f"{each['bits']}", each["name"], found, *_judged(result["orders"], each["answers"])])
-    return _markdown(["model", "bits", "format", "needles (lost, gained)", "JSON by the schema", "right values"], rows)
+            if each["name"] == "raw" or each["name"] in registry:
+                found.setdefault(each["name"], {})[model] = _task(result["tasks"][0], each, result["orders"])
+    columns = ["needles (lost, gained)", "as raw", "by the schema", "right values"]
+    rows = [
+        [name, *(cell for model in models for cell in of.get(model, [""] * len(columns)))] for name, of in found.items()
+    ]
+    return _markdown(["format", *(f"{model}: {column}" for model in models for column in columns)], rows)
 
 
-def _judged(orders: Sequence[dict[str, Any]], answers: Sequence[str]) -> list[str]:
+def _task(raw: dict[str, Any], each: dict[str, Any], orders: Sequence[dict[str, Any]]) -> list[str]:
+    """Where no answer of `raw` follows the schema, none of the format's is to blame: a dash."""
+    needles, answers = (list(zip(raw[what], each[what], strict=True)) for what in ("needles", "answers"))
+    lost, gained = sum(a and not b for a, b in needles), sum(b and not a for a, b in needles)
+    same = sum(a == b for a, b in answers)
+    (by_raw, _), judged = (_judged(orders, of["answers"]) for of in (raw, each))
+    return [
+        f"{sum(each['needles'])} of {len(needles)} (-{lost} +{gained})",
+        f"{same} of {len(answers)}",
+        *(f"{count} of {len(answers)}" if by_raw else "-" for count in judged),
+    ]
+
+
+def _judged(orders: Sequence[dict[str, Any]], answers: Sequence[str]) -> tuple[int, int]:
+    """How many follow the schema, and how many of these have the right values."""
     from kvarto.study.json_check import Extraction, score
 
     items = [
         score(Extraction(order["sentence"], (), order["expected"]), text)
         for order, text in zip(orders, answers, strict=True)
     ]
-    counts = (sum(item.follows_schema for item in items), sum(item.right_values for item in items))
-    return [f"{count} of {len(items)}" for count in counts]  # fmt: skip
+    return sum(item.follows_schema for item in items), sum(item.right_values for item in items)
 
 
 def _runs(models: Models) -> str:
@@ -220,6 +265,7 @@ TABLES: dict[str, Callable[[Models], str]] = {
     "keys": lambda models: _ladder(models, "k"),
     "values": lambda models: _ladder(models, "v"),
     "both": lambda models: _ladder(models, "both"),
+    "peers": _peers,
     "key-steps": lambda models: _steps(models, "k", KEY_STEPS),
     "value-steps": lambda models: _steps(models, "v", VALUE_STEPS),
     "tasks": _tasks,

@@ -40,8 +40,9 @@ class Inputs:
     vocabulary: tuple[str, ...] = field(default=(), repr=False)
 
     def text(self, tokens: Sequence[int]) -> str:
-        """Of what a model wrote, the end of the line left out."""
-        return "".join(self.vocabulary[token] for token in tokens if token not in self.line_ends)
+        """The first line of what a model wrote. One token may hold its last characters and its end; an end without a newline is that of the text."""
+        words = ((token, self.vocabulary[token]) for token in tokens)
+        return "".join(word for token, word in words if "\n" in word or token not in self.line_ends).partition("\n")[0]
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ def open_inputs(path: Path) -> Inputs:
             rest = json.loads(bytes(file["rest"]))
             rows = {name: _rows(file[name], file[f"{name}_lengths"]) for name in _ROWS}
     except (OSError, ValueError, KeyError) as error:
-        raise UsageError("--documents", "a file that --write-documents wrote", f"{path} ({error})") from None
+        raise UsageError("--inputs", "a file that --tokenize wrote", f"{path} ({error})") from None
     return Inputs(
         about=rest["about"], answer_tokens=tuple(rest["answer_tokens"]), orders=tuple(rest["orders"]),
         line_ends=frozenset(rest["line_ends"]), vocabulary=tuple(rest["vocabulary"]), **rows,

@@ -228,6 +228,16 @@ def inputs() -> Inputs:
     )
 
 
+@pytest.mark.parametrize("ending", [[3], [1, 4], [1, 5], [1]])
+def test_a_line_keeps_what_shares_a_token_with_its_end(ending: list[int]) -> None:
+    """Qwen closes an object and its line with one token, `"}\\n`; others with a newline or the end of the text."""
+    vocabulary = (' {"a": "b', '"}', " and", '"}\n', "\n", "<end>")
+    given = replace(inputs(), vocabulary=vocabulary, line_ends=frozenset({3, 4, 5}))
+    assert json.loads(given.text([0, *ending])) == {"a": "b"}
+    assert given.text([0, *ending, 2]).startswith(' {"a": "b"}')
+    assert given.text([4]) == given.text([5]) == ""
+
+
 def test_a_run_gives_all_tables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -288,6 +298,40 @@ def test_a_step_is_paired_by_document() -> None:
     assert ablation_tables._ratio(before, after).startswith("**0.50** [0.4")
     assert not ablation_tables._ratio(after, before).startswith("**")
     assert math.isclose(float(ablation_tables._ratio(after, before).split()[0]), 1.98)
+
+
+def test_tasks_say_nothing_of_a_schema_that_raw_does_not_follow() -> None:
+    order = {"sentence": "", "expected": {"customer": "Ann", "quantity": 3, "item": "pens", "city": "Bonn"}}
+    whole, wrong = (json.dumps({**order["expected"], "quantity": n}) for n in (3, 4))
+
+    def row(*answers: str) -> list[str]:
+        tasks = [
+            {"name": name, "bits": 4, "needles": found, "answers": list(of)}
+            for name, found, of in (
+                ("raw", [True, False], answers[:2]),
+                ("int4", [False, True], answers[2:]),
+                ("a rung", [True, True], answers[2:]),
+            )
+        ]
+        lines = ablation_tables.TABLES["tasks"]({"m": {"tasks": tasks, "orders": [order, order]}}).splitlines()
+        assert len(lines) == 4
+        return [cell.strip() for cell in lines[-1].strip("|").split("|")]
+
+    assert row(whole, whole, wrong, whole) == ["int4", "1 of 2 (-1 +1)", "1 of 2", "2 of 2", "1 of 2"]
+    assert row(whole[:-2], whole[:-2], whole[:-2], whole) == ["int4", "1 of 2 (-1 +1)", "1 of 2", "-", "-"]
+
+
+def test_bits_are_those_that_were_measured() -> None:
+    case = {"section": "fidelity", "side": "both", "bits": 4, "k_bits": 5.0, "v_bits": 4.0, "bits_128": [4.5, 4.0]}
+    models = {
+        "m": {
+            "cases": [
+                {**case, "name": name, "documents": [[10, kl, 9]]} for name, kl in (("int4", 1.0), ("kivi4", 4.0))
+            ]
+        }
+    }
+    assert "| 4 | int4 | 4.5 | 4.25 | 100, 90.0 % |" in ablation_tables.TABLES["both"](models)
+    assert ablation_tables.TABLES["peers"](models).splitlines()[2:] == ["| int4 (4.5) | kivi4 (4.5) | 0.25 |"]
 
 
 def test_every_step_is_between_rungs_that_are_there() -> None:
