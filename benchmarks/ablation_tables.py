@@ -160,19 +160,19 @@ def _sink_mass(models: Models) -> str:
             mass, norms = ([f"{x:.3g}" for x in sinks[key].values()] for key in ("mass", "norms"))
             rows.append([model, *mass, *norms])
     columns = ["mass: first token", "rest of first page", "later"]
-    norms = ["|k|, first token", "later", "|k - static mean|, first token", "later"]
+    norms = ["norm of a key: first token", "later", "less the static mean: first token", "later"]
     return _markdown(["model", *columns, *norms], rows)
 
 
 def _sink_errors(models: Models) -> str:
-    """Of each variant, by place: root mean square error of a score; part in KL to second order; in the output to first."""
+    """Of each variant, by place: root mean square error of a score; its square weighted by probability; what the output moves by, to first order."""
     rows = []
     for model, result in models.items():
         for each in result.get("sinks", {}).get("errors", []):
             root = [f"{math.sqrt(each[place]['square']):.3g}" for place in _PLACES]
-            parts = [f"{1e3 * each[place][what]:.3g}" for what in ("felt", "output") for place in _PLACES]
+            parts = [_number(1e3 * each[place][what]) for what in ("weighted", "output") for place in _PLACES]
             rows.append([model, each["name"], *root, *parts])
-    header = [f"{what}: {place}" for what in ("score error", "KL x 1000", "output x 1000") for place in _PLACES]
+    header = [f"{what}: {place}" for what in ("score error", "p e^2 x 1000", "output x 1000") for place in _PLACES]
     return _markdown(["model", "keys, 4 bits", *header], rows)
 
 
