@@ -1,4 +1,4 @@
-"""The command line: `kvarto codecs`, `kvarto models`, `kvarto study`, `kvarto calibrate`, `kvarto serve`.
+"""The command line: `kvarto codecs`, `kvarto models`, `kvarto plan`, `kvarto study`, `kvarto calibrate`, `kvarto serve`.
 
 Each command is a thin shell over one function of the library. An error is one line, a traceback comes only with `--debug`. Exit codes:
 0 pass, 1 fail, 2 usage or error, 3 inconclusive, 70 a fault of ours, 130 interrupted, 141 the reader of a pipe is gone.
@@ -30,6 +30,7 @@ from kvarto.layout import PAGE_TOKENS, Side
 from kvarto.models.catalog import CATALOG, DEFAULT_MODEL, find
 from kvarto.models.fetch import ensure, find_fetched, models_folder
 from kvarto.models.fetch import remove as remove_fetched
+from kvarto.plan.cli import plan
 
 app = typer.Typer(
     name="kvarto",
@@ -175,6 +176,7 @@ models_app = typer.Typer(
 )
 app.add_typer(models_app, name="models", invoke_without_command=True)
 app.add_typer(calibrate_app, name="calibrate")
+app.command()(plan)
 
 
 @models_app.callback()

@@ -39,6 +39,11 @@ def read_config(model: str) -> Config:
     data = read_json(path, f"config {path}")
     if not isinstance(data, dict):
         raise UsageError(f"config {path}", "an object, as in config.json of a Hugging Face model", type(data).__name__)
+    beside = path.with_name("hf_quant_config.json")  # where Model-Optimizer says it
+    if "quantization_config" not in data and beside.is_file():
+        said = read_json(beside, f"config {beside}")
+        if isinstance(said, dict) and isinstance(said.get("quantization"), dict):
+            data = {**data, "quantization_config": {"quant_method": "modelopt", **said["quantization"]}}
     return make_config(model, data, folder)
 
 
