@@ -100,11 +100,10 @@ def hit_curve(prefixes: PrefixAnswer) -> Markup:
     if len(points) < 2:
         return Markup("")
     base = [Line("hit rate", points, "tone0")]
-    names = {name for name in _SHOWN}
     marks = [
         (row.capacity_tokens, row.name)
         for row in prefixes.rows
-        if row.name in names and row.capacity_tokens >= points[0][0]
+        if row.name in _SHOWN and row.capacity_tokens >= points[0][0]
     ][:_MOST_LINES]
     top = max(5.0, _round_up(max(value for _, value in points) / 10) * 10)
     return _chart(

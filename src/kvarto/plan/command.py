@@ -149,7 +149,7 @@ def _question(options: PlanOptions) -> Question:
                 else engines()[_HEADLINE_ENGINE].memory_share
             )
             notes.append(
-                f"assumed: an engine takes {share:.0%} of a GPU (--memory-share), of which {options.overhead} are neither weights nor cache (--overhead)"
+                f"assumed: an engine takes {share:.0%} of a GPU (--memory-share), of which {options.overhead} is no weights and no cache (--overhead)"
             )
         budget = Budget(gpu, options.tp, options.pp, share, parse_size(options.overhead, "--overhead"))
     elif (options.tp, options.pp) != (1, 1):
@@ -166,7 +166,7 @@ def _question(options: PlanOptions) -> Question:
         raise UsageError("--layer-cost-us", "0 or more, below a second", options.layer_cost_us)
     if budget is not None and measured is None:
         notes.append(
-            f"assumed: quantizing costs {cost * 1e6:.1f} us a layer and step (--layer-cost-us; vLLM's FP8 on H100): break-evens rest on that, unless --measured"
+            f"assumed: quantizing costs {cost * 1e6:.1f} us a layer and step (--layer-cost-us; vLLM's FP8 on H100); break-evens rest on it"
         )
     return Question(
         model, formats, baseline, scenario, weights, unknown, budget, parse_size(options.pool, "--pool") if options.pool else None, measured, cost,

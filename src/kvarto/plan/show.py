@@ -97,9 +97,18 @@ def headline(made: Answer) -> list[tuple[str, str]]:
 
 def _head(console: Console, made: Answer) -> None:
     for name, line in headline(made):
-        console.print(Text.assemble((f"{name:<8}", "dim"), line))
+        _labelled(console, name, line)
     if made.weights_unknown:
-        console.print(Text.assemble(("weights ", "dim"), ("not known: ", "yellow"), made.weights_unknown))
+        _labelled(console, "weights", f"not known: {made.weights_unknown}")
+
+
+def _labelled(console: Console, name: str, line: str) -> None:
+    """A word, and beside it text that wraps under itself."""
+    grid = Table.grid(padding=(0, 1, 0, 0))
+    grid.add_column(width=7)
+    grid.add_column(overflow="fold")
+    grid.add_row(Text(name, "dim"), Text(line))
+    console.print(grid)
 
 
 def _table(title: str, left: list[str], right: list[str], last: str = "") -> Table:
@@ -121,14 +130,7 @@ def _grouped(table: Table, made: Answer, cells: object) -> None:
         if each.engine != engine:
             engine = each.engine
             of = engines().get(engine)
-            table.add_row(
-                Text(
-                    f"{of.title} {of.version}, pages of {each.page_tokens}"
-                    if of
-                    else f"kvarto, pages of {each.page_tokens}",
-                    "dim",
-                )
-            )
+            table.add_row(Text(f"{of.title} {of.version}" if of else engine, "dim"))
         short = each.name.removeprefix(f"{each.engine}:")
         table.add_row(Text(f" {short}", "bold" if each.name == made.baseline else ""), *cells(each))
 
@@ -136,11 +138,12 @@ def _grouped(table: Table, made: Answer, cells: object) -> None:
 def _memory(made: Answer) -> Table:
     room = any(each.sequences is not None for each in made.formats)
     asked = made.scenario
-    right = ["B/token", "a sequence", "smaller"]
+    right = ["B/token", "sequence", "smaller"]
     if room:
-        right += ["pool tokens", "seqs", f"longest x{asked.concurrency}"]
+        right += ["pool", "seqs", "longest"]
     where = "" if not made.budget or made.budget.gpus == 1 else ", on the fullest GPU"
-    table = _table(f"Memory at {asked.context_tokens:,} tokens{where}", ["format"], right)
+    ways = f"; longest: context of {asked.concurrency} at once" if room else ""
+    table = _table(f"Memory at {asked.context_tokens:,} tokens{where}{ways}", ["format"], right)
 
     def cells(each: FormatAnswer) -> list[str | Text]:
         row: list[str | Text] = [f"{each.bytes_per_token:,.0f}", size(each.bytes_per_sequence), f"{each.smaller:.2f}x"]
@@ -159,25 +162,27 @@ def _memory(made: Answer) -> Table:
 
 def _speed(made: Answer) -> Table:
     asked = made.scenario
-    right = ["step at least", "gain at most", "pays from"]
-    if made.measured:
-        right += ["measured", "gain", "from"]
+    bound = ["at least", "gain at most", "pays from"]
+    right = ["bound", "gain", "from", "measured", "gain", "from"] if made.measured else bound
     table = _table(f"Decode at {asked.concurrency} x {asked.context_tokens:,}: bounds, not promises", ["format"], right)
 
     def cells(each: FormatAnswer) -> list[str]:
         row = [f"{1e3 * (each.step_seconds_bound or 0):.2f} ms", gain(each.gain_bound)]
-        row.append("" if each.name == made.baseline else _from(each.break_even_tokens))
+        row.append(_from(each, each.break_even_tokens))
         if made.measured:
             seconds = each.measured_step_seconds
             row += ["-" if seconds is None else f"{1e3 * seconds:.2f} ms", gain(each.measured_gain)]
-            row.append("" if each.name == made.baseline or seconds is None else _from(each.measured_break_even_tokens))
+            row.append("" if seconds is None else _from(each, each.measured_break_even_tokens))
         return row
 
     _grouped(table, made, cells)
     return table
 
 
-def _from(count: int | None) -> str:
+def _from(each: FormatAnswer, count: int | None) -> str:
+    """A context; nothing for formats that are not smaller, for which it is no question."""
+    if each.smaller < 1.01:
+        return ""
     return "never" if count is None else f"{count:,}"
 
 
@@ -227,8 +232,11 @@ def _sentences(console: Console, made: Answer) -> None:
     if made.advice:
         console.print(Text("Advice", "bold"))
     for rule in made.advice:
-        console.print(Text.assemble((f" {rule.step} ", "cyan"), rule.say))
-        console.print(Text(f"   {rule.because} [{rule.source}]", "dim"))
+        grid = Table.grid(padding=(0, 1, 0, 0))
+        grid.add_row(
+            Text(f"{rule.step}", "cyan"), Text.assemble(rule.say, "\n", (f"{rule.because} [{rule.source}]", "dim"))
+        )
+        console.print(grid)
     if made.notes:
         console.print(Text("Notes", "bold"))
     for note in made.notes:
@@ -242,12 +250,8 @@ def _sentences(console: Console, made: Answer) -> None:
 def _prefixes(console: Console, prefixes: PrefixAnswer) -> None:
     replayed, trace = prefixes.replayed, prefixes.trace
     about = "about " if trace.estimated else ""
-    console.print(
-        Text.assemble(
-            ("trace   ", "dim"),
-            f"{trace.name} ({trace.kind}): {replayed.requests:,} requests, {about}{replayed.prompt_tokens:,} prompt tokens, blocks of {trace.block_tokens}",
-        )
-    )
+    counted = f"{replayed.requests:,} requests, {about}{replayed.prompt_tokens:,} prompt tokens, blocks of {trace.block_tokens}"
+    _labelled(console, "trace", f"{trace.name} ({trace.kind}): {counted}")
     table = _table(
         "Prefix cache under LRU", ["format"], ["room, tokens", "hit rate", "prefill tokens saved", "of the ceiling"]
     )
