@@ -246,6 +246,7 @@ def _format(question: Question, kv: KvFormat, made: list[Stage], machine: Machin
         found |= {
             "pool_tokens": there.pool_tokens(context), "sequences": sequences, "fits": sequences >= batch,
             "longest_context_tokens": there.longest_context(batch, question.model.max_tokens),
+            "waterfall": _waterfall(question, made, there) if question.budget else (),
         }  # fmt: skip
     if machine:
         found |= {
@@ -305,7 +306,7 @@ def _cells(question: Question, machine: Machine, answers: list[FormatAnswer]) ->
             context, batch, machine.kv_share(question.baseline, batch, context),
             {kv.name: machine.gain(kv, question.baseline, batch, context) for kv in chosen},
         )
-        for batch in BATCHES
+        for batch in sorted({*BATCHES, question.scenario.concurrency})
         for context in contexts
     ]  # fmt: skip
 

@@ -122,6 +122,16 @@ class CachedModel:
             raise UsageError("model", "a layer that caches something", f"{len(self.layers)} layers without any")
 
     @property
+    def short_name(self) -> str:
+        """For titles: of a path the end."""
+        pieces = [piece for piece in self.name.split("/") if piece not in ("", "config.json")]
+        return (
+            pieces[-1].removesuffix(".json").removesuffix("_config")
+            if self.name.startswith((".", "/", "~"))
+            else self.name
+        )
+
+    @property
     def parts(self) -> Counter[Part]:
         """How often each part is there."""
         return Counter(part for layer in self.layers for part in layer)

@@ -28,6 +28,7 @@ _SHOWN = (
     "llama.cpp:q4_0",
 )
 _MOST_LINES = 6
+_MARKED = ("bf16", "fp8", "int4", "int2")
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def shown_formats(made: Answer) -> list[FormatAnswer]:
     wanted = [known[name] for name in _SHOWN if name in known]
     wanted += [each for each in made.formats if each not in wanted]
     base = [each for each in wanted if each.name == made.baseline]
-    return [*base, *(each for each in wanted if each.name != made.baseline)][:_MOST_LINES]
+    return [*base, *(each for each in wanted if each.smaller > 1.01)][:_MOST_LINES]
 
 
 def share_curves(made: Answer) -> Markup:
@@ -71,11 +72,10 @@ def share_curves(made: Answer) -> Markup:
 
 
 def gain_curves(made: Answer) -> Markup:
-    """The most that a step gains over contexts, at the batch nearest to the asked concurrency, with the context from which on it pays."""
+    """The most that a step gains over contexts, at the asked concurrency, with the context from which on it pays."""
     if not made.cells:
         return Markup("")
-    asked = made.scenario.concurrency
-    batch = min({cell.batch for cell in made.cells}, key=lambda batch: abs(math.log(batch / asked)))
+    batch = made.scenario.concurrency
     cells = [cell for cell in made.cells if cell.batch == batch]
     lines = [
         Line(each.name, tuple((cell.context_tokens, cell.gain_bound[each.name]) for cell in cells), f"tone{at}")
@@ -90,7 +90,7 @@ def gain_curves(made: Answer) -> Markup:
     marks = [(made.scenario.context_tokens, "asked")]
     low, high = cells[0].context_tokens, cells[-1].context_tokens
     if fp8 is not None and fp8.break_even_tokens is not None and low < fp8.break_even_tokens < high:
-        marks.append((fp8.break_even_tokens, f"{fp8.name} pays from here, at {asked}"))
+        marks.append((fp8.break_even_tokens, f"{fp8.name} pays from here"))
     return _chart(title, "bound, not a promise", lines, (1.0, _round_up(most)), marks=marks)
 
 
@@ -100,11 +100,7 @@ def hit_curve(prefixes: PrefixAnswer) -> Markup:
     if len(points) < 2:
         return Markup("")
     base = [Line("hit rate", points, "tone0")]
-    marks = [
-        (row.capacity_tokens, row.name)
-        for row in prefixes.rows
-        if row.name in _SHOWN and row.capacity_tokens >= points[0][0]
-    ][:_MOST_LINES]
+    marks = [(row.capacity_tokens, row.name) for row in prefixes.rows if row.name in _MARKED]
     top = max(5.0, _round_up(max(value for _, value in points) / 10) * 10)
     return _chart(
         "Prefix hits under LRU",

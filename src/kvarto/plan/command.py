@@ -22,7 +22,7 @@ from kvarto.plan.engines import engine_formats, engines
 from kvarto.plan.gpu import Gpu, choose_gpu, gpus, parse_size
 from kvarto.plan.measured import Measured, read_measured
 from kvarto.plan.memory import Budget
-from kvarto.plan.ours import OwnFormat, headline, own_formats
+from kvarto.plan.ours import OwnFormat, own_formats
 from kvarto.plan.prefixes import PrefixAnswer, prefix_answer
 from kvarto.plan.speed import LAYER_COST_SECONDS
 from kvarto.plan.trace import Cut, read_trace
@@ -143,11 +143,8 @@ def _question(options: PlanOptions) -> Question:
         named = {kv.engine for kv in formats} - {"kvarto"}
         share = options.memory_share
         if share is None:
-            share = (
-                engines()[next(iter(named))].memory_share
-                if len(named) == 1
-                else engines()[_HEADLINE_ENGINE].memory_share
-            )
+            one = next(iter(named)) if len(named) == 1 else _HEADLINE_ENGINE
+            share = engines()[one].memory_share
             notes.append(
                 f"assumed: an engine takes {share:.0%} of a GPU (--memory-share), of which {options.overhead} is no weights and no cache (--overhead)"
             )
@@ -156,10 +153,9 @@ def _question(options: PlanOptions) -> Question:
         raise UsageError("--tp and --pp", "a --gpu too", "none")
     if options.page_tokens is not None and not 1 <= options.page_tokens <= 65536:
         raise UsageError("--page-tokens", "1 to 65536", options.page_tokens)
+    used = sorted({kv.engine for kv in formats} & set(engines()))
     notes += [
-        engines()[name].note
-        for name in sorted({kv.engine for kv in formats} & set(engines()))
-        if engines()[name].note and _uneven(model)
+        f"{engines()[name].title}: {engines()[name].note}" for name in used if engines()[name].note and _uneven(model)
     ]
     cost = LAYER_COST_SECONDS if options.layer_cost_us is None else options.layer_cost_us / 1e6
     if not 0 <= cost < 1:
@@ -272,13 +268,7 @@ def _formats(options: PlanOptions, model: CachedModel) -> tuple[list[KvFormat], 
     own = OwnFormat(parse_policy("bf16"))
     baseline: KvFormat = others["vllm:bf16"] if own.refuses(model) else own
     if not options.formats:
-        mine = own_formats() if options.as_json or options.out else [kv for kv in own_formats() if headline(kv.name)]
-        theirs = (
-            others.values()
-            if options.as_json or options.out
-            else [kv for kv in others.values() if kv.engine == _HEADLINE_ENGINE]
-        )
-        return [*mine, *theirs], baseline
+        return [*own_formats(), *others.values()], baseline
     chosen: dict[str, KvFormat] = {baseline.name: baseline}
     for word in _words(options.formats):
         for kv in _spelled(word, others):

@@ -21,13 +21,15 @@ def html(made: Answer, prefixes: PrefixAnswer | None) -> str:
     environment.globals.update(size=show.size, tokens=show.tokens, gain=show.gain)
     return environment.get_template("report.html.j2").render(
         made=made, prefixes=prefixes, version=__version__, style=Markup(_style()), headline=show.headline(made),
-        curves=_curves(made, prefixes), waterfalls=_waterfalls(made),
+        main=[each.name for each in charts.shown_formats(made)], curves=_curves(made, prefixes), waterfalls=_waterfalls(made),
     )  # fmt: skip
 
 
 def svg(made: Answer, prefixes: PrefixAnswer | None) -> str:
     """The curves, below each other."""
-    return charts.stacked([*_curves(made, prefixes), *_waterfalls(made)], _style(), f"kvarto plan: {made.model.name}")
+    return charts.stacked(
+        [*_curves(made, prefixes), *_waterfalls(made)], _style(), f"kvarto plan: {made.model.short_name}"
+    )
 
 
 def _curves(made: Answer, prefixes: PrefixAnswer | None) -> list[Markup]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -10,13 +12,19 @@ from rich.text import Text
 from kvarto.plan.answer import Answer, FormatAnswer
 from kvarto.plan.engines import engines
 from kvarto.plan.gpu import gpus
+from kvarto.plan.ours import headline as headline_codec
 from kvarto.plan.prefixes import PrefixAnswer
 
 _BAR = 30
 
 
 def show(console: Console, made: Answer, prefixes: PrefixAnswer | None, *, whole: bool) -> None:
-    """Print all of it. `whole`: the formats were chosen, so nothing is said of others."""
+    """Print all of it. `whole`: the formats were chosen; else the main ones are shown, and it is said that there are others."""
+    if not whole:
+        made = replace(made, formats=tuple(each for each in made.formats if _is_main(each.name)),
+                       refused=tuple(each for each in made.refused if _is_main(each.name)))  # fmt: skip
+        if prefixes is not None:
+            prefixes = replace(prefixes, rows=tuple(row for row in prefixes.rows if _is_main(row.name)))
     _head(console, made)
     if prefixes is not None:
         _prefixes(console, prefixes)
@@ -36,6 +44,10 @@ def show(console: Console, made: Answer, prefixes: PrefixAnswer | None, *, whole
             style="dim",
             highlight=False,
         )
+
+
+def _is_main(name: str) -> bool:
+    return headline_codec(name) or name.startswith("vllm:")
 
 
 def show_gpus(console: Console) -> None:
@@ -74,7 +86,7 @@ def gain(value: float | None) -> str:
 def headline(made: Answer) -> list[tuple[str, str]]:
     """What is asked, as (name, sentence)."""
     model, asked = made.model, made.scenario
-    lines = [("model", f"{model.name} ({model.family}, {len(model.layers)} layers)"), ("cache", model.attention)]
+    lines = [("model", f"{model.short_name} ({model.family}, {len(model.layers)} layers)"), ("cache", model.attention)]
     constant = f", and {size(made.plain_constant_bytes)} a sequence" if made.plain_constant_bytes else ""
     lines.append(("16 bits", f"{made.plain_bytes_per_token:,.0f} bytes a token{constant}"))
     if made.weights:
@@ -252,18 +264,13 @@ def _prefixes(console: Console, prefixes: PrefixAnswer) -> None:
     about = "about " if trace.estimated else ""
     counted = f"{replayed.requests:,} requests, {about}{replayed.prompt_tokens:,} prompt tokens, blocks of {trace.block_tokens}"
     _labelled(console, "trace", f"{trace.name} ({trace.kind}): {counted}")
-    table = _table(
-        "Prefix cache under LRU", ["format"], ["room, tokens", "hit rate", "prefill tokens saved", "of the ceiling"]
-    )
+    table = _table("Prefix cache under LRU", ["format"], ["room", "hit rate", "tokens saved", "of most"])
     for row in prefixes.rows:
         of = f"{row.hit_rate / prefixes.ceiling:.0%}" if prefixes.ceiling else "-"
         table.add_row(row.name, tokens(row.capacity_tokens), f"{row.hit_rate:.1%}", f"{row.saved_tokens:,}", of)
+    most = replayed.most_tokens
     table.add_row(
-        Text("without end", "dim"),
-        tokens(replayed.most_tokens),
-        f"{prefixes.ceiling:.1%}",
-        f"{replayed.saved_tokens(replayed.most_tokens):,}",
-        "100%",
+        Text("without end", "dim"), tokens(most), f"{prefixes.ceiling:.1%}", f"{replayed.saved_tokens(most):,}", "100%"
     )
     console.print(table)
     for note in prefixes.notes:
