@@ -28,7 +28,7 @@ class Fields:
         inner = self.data.get(key)
         if not isinstance(inner, Mapping):
             raise self.missing(key)
-        return Fields(f"{self.name}: {key}", inner)
+        return Fields(f"{self.name}: {key}", {str(name): value for name, value in inner.items()})
 
     def missing(self, *keys: str) -> Unsupported:
         """The refusal for want of one of `keys`."""

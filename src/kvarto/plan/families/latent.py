@@ -25,13 +25,26 @@ def mla(fields: Fields) -> tuple[Layer, ...]:
 
 
 def dsa(fields: Fields) -> tuple[Layer, ...]:
-    """And an index key in each layer that chooses tokens for itself (`indexer_types`: full)."""
-    kinds = fields.items("indexer_types", fields.layers) or ["full"] * fields.layers
-    if set(kinds) - {"full", "shared"}:
-        raise UsageError(f"{fields.name}: indexer_types", "full or shared for each layer", sorted(set(map(str, kinds))))
+    """And an index key in each layer that chooses tokens for itself; others take an earlier layer's choice."""
     latent = replace(latent_of(fields), read_entries=fields.whole("index_topk"))
     key = IndexKey(fields.whole("index_head_dim"))
-    return tuple((latent, key) if kind == "full" else (latent,) for kind in kinds)
+    return tuple((latent, key) if kind == "full" else (latent,) for kind in _indexers(fields))
+
+
+def _indexers(fields: Fields) -> list[str]:
+    """full or shared for each layer: as said, or by a pattern of F and S, or by period and offset (transformers' GlmMoeDsaConfig)."""
+    kinds = fields.items("indexer_types", fields.layers)
+    pattern = fields.data.get("index_topk_pattern")
+    if kinds is None and isinstance(pattern, str):
+        kinds = [{"F": "full", "S": "shared"}.get(letter, letter) for letter in pattern[: fields.layers]]
+    if kinds is None:
+        period = fields.whole("index_topk_freq", default=1)
+        offset = fields.whole("index_skip_topk_offset", default=2, least=0)
+        return ["shared" if max(i - offset + 1, 0) % period else "full" for i in range(fields.layers)]
+    if len(kinds) != fields.layers or set(map(str, kinds)) - {"full", "shared"}:
+        got = sorted(set(map(str, kinds)))
+        raise UsageError(f"{fields.name}: indexer_types", f"full or shared for each of the {fields.layers} layers", got)
+    return kinds
 
 
 def deepseek_v4(fields: Fields) -> tuple[Layer, ...]:

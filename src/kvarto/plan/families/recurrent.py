@@ -55,18 +55,35 @@ def gated_delta(fields: Fields) -> tuple[Layer, ...]:
 
 
 def kimi_linear(fields: Fields) -> tuple[Layer, ...]:
-    """Kimi delta attention: a matrix [D, D] for each head, three convolutions; the full layers are MLA. Layers count from 1."""
-    linear = fields.part("linear_attn_config")
-    dim, heads, kept = linear.whole("head_dim"), linear.whole("num_heads"), linear.whole("short_conv_kernel_size") - 1
-    full, delta = linear.items("full_attn_layers"), linear.items("kda_layers")
-    if full is None or delta is None:
-        raise linear.missing("full_attn_layers and kda_layers")
-    wanted = set(range(1, fields.layers + 1))
-    if set(full) | set(delta) != wanted or set(full) & set(delta):
-        got = f"{len(full)} full and {len(delta)} linear ones"
-        raise UsageError(f"{linear.name}: layers", f"each of 1 to {fields.layers} once", got)
-    state = State(heads, dim * dim * 4 + 3 * dim * kept * _CONV_BYTES)
-    return tuple((latent_of(fields),) if i in set(full) else (state,) for i in range(1, fields.layers + 1))
+    """Kimi delta attention: a matrix [D, D] for each head, three convolutions; the full layers are MLA.
+
+    Hub configs have a `linear_attn_config`, whose layers count from 1; those that transformers saved have `layer_types`.
+    """
+    if fields.has("linear_attn_config"):
+        linear = fields.part("linear_attn_config")
+        state = _delta_state(
+            linear.whole("num_heads"), linear.whole("head_dim"), linear.whole("short_conv_kernel_size")
+        )
+        full, delta = linear.items("full_attn_layers"), linear.items("kda_layers")
+        if full is None or delta is None:
+            raise linear.missing("full_attn_layers and kda_layers")
+        if sorted([*full, *delta]) != list(range(1, fields.layers + 1)):
+            got = f"{len(full)} full and {len(delta)} linear ones"
+            raise UsageError(f"{linear.name}: layers", f"each of 1 to {fields.layers} once", got)
+        kinds = [FULL if i in set(full) else LINEAR for i in range(1, fields.layers + 1)]
+    else:
+        said = said_kinds(fields)
+        if said is None:
+            raise fields.missing("linear_attn_config", "layer_types")
+        kinds = said
+        state = _delta_state(
+            *(fields.whole(key) for key in ("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim"))
+        )
+    return _hybrid(kinds, {FULL: (latent_of(fields),), LINEAR: (state,)}, fields)
+
+
+def _delta_state(heads: int, dim: int, kernel: int) -> State:
+    return State(heads, dim * dim * 4 + 3 * dim * (kernel - 1) * _CONV_BYTES)
 
 
 def _mamba2(fields: Fields, heads: int, dim: int, groups: int, state_dim: int, kernel: int) -> tuple[State, State]:
@@ -136,7 +153,7 @@ def lfm2(fields: Fields) -> tuple[Layer, ...]:
     kinds = said_kinds(fields) or ([FULL if i in full else "conv" for i in range(fields.layers)] if full else None)
     if kinds is None:
         raise fields.missing("layer_types", "full_attn_idxs")
-    conv: Layer = (State(fields.hidden, fields.whole("conv_L_cache") * _CONV_BYTES),)
+    conv: Layer = (State(fields.hidden, (fields.whole("conv_L_cache", least=2) - 1) * _CONV_BYTES),)
     return _hybrid(kinds, {FULL: (_content(fields),), "conv": conv, LINEAR: conv}, fields)
 
 

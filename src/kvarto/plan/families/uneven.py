@@ -23,28 +23,42 @@ def gemma3n(fields: Fields) -> tuple[Layer, ...]:
 
 
 def gemma4(fields: Fields) -> tuple[Layer, ...]:
-    """Full layers have heads of another number and size. `attention_k_eq_v` shares the projection, not the cache."""
+    """Full layers have heads of another size, and with `attention_k_eq_v` of another number: that shares the projection, not the cache.
+
+    Hub configs say `global_head_dim` and `num_global_key_value_heads`, those that transformers saved have a `per_layer_config`.
+    """
     kinds = said_kinds(fields) or every(fields, 6)
+    kinds[-1] = FULL
     near_dim = fields.whole("head_dim")
     near = KeyValue(fields.kv_heads, near_dim, near_dim, fields.whole("sliding_window"))
-    far_dim = fields.whole("global_head_dim", default=near_dim)
-    far_heads = fields.whole("num_global_key_value_heads", default=near.heads)
-    made: dict[str, Layer] = {SLIDING: (near,), FULL: (KeyValue(far_heads, far_dim, far_dim),)}
-    for kind in kinds:
-        if kind not in made:
+    far_dim = fields.whole("global_head_dim", default=512)
+    alike = fields.flag("attention_k_eq_v", default=True)
+    far_heads = fields.whole("num_global_key_value_heads", default=near.heads) if alike else near.heads
+    own = fields.part("per_layer_config") if fields.has("per_layer_config") else None
+    layers: list[Layer] = []
+    for i, kind in enumerate(kinds):
+        if kind not in (FULL, SLIDING):
             raise unknown_kind(fields, kind)
-    return _without_shared(fields, tuple(made[kind] for kind in kinds))
+        heads, dim = (far_heads, far_dim) if kind == FULL else (near.heads, near_dim)
+        if own is not None:
+            said = own.part(str(i)) if str(i) in own.data else fields
+            heads, dim = said.whole("num_key_value_heads", default=near.heads), said.whole("head_dim", default=near_dim)
+        layers.append((KeyValue(heads, dim, dim, near.window_tokens if kind == SLIDING else None),))
+    return _without_shared(fields, tuple(layers))
 
 
 def mimo_v2(fields: Fields) -> tuple[Layer, ...]:
-    """`hybrid_layer_pattern`: 1 for sliding layers, which have KV heads of their own; V is smaller than K."""
+    """`hybrid_layer_pattern`: 1 for sliding layers, which have KV heads of their own (twice as many, if not said); V is smaller than K."""
     slides = fields.switches("hybrid_layer_pattern", fields.layers)
     if slides is None:
-        raise fields.missing("hybrid_layer_pattern")
+        kinds = said_kinds(fields)
+        if kinds is None:
+            raise fields.missing("hybrid_layer_pattern", "layer_types")
+        slides = [kind == SLIDING for kind in kinds]
     k_dim, v_dim = fields.head_dim, fields.whole("v_head_dim")
     far = KeyValue(fields.kv_heads, k_dim, v_dim)
     near = KeyValue(
-        fields.whole("swa_num_key_value_heads"), fields.whole("swa_head_dim", default=k_dim),
+        fields.whole("swa_num_key_value_heads", default=2 * far.heads), fields.whole("swa_head_dim", default=k_dim),
         fields.whole("swa_v_head_dim", default=v_dim), fields.whole("sliding_window"),
     )  # fmt: skip
     return tuple((near,) if slide else (far,) for slide in slides)
