@@ -23,10 +23,11 @@ from kvarto.plan.gpu import Gpu, choose_gpu, gpus, parse_size
 from kvarto.plan.measured import Measured, read_measured
 from kvarto.plan.memory import Budget
 from kvarto.plan.ours import OwnFormat, own_formats
+from kvarto.plan.parameters import by_number
 from kvarto.plan.prefixes import PrefixAnswer, prefix_answer
 from kvarto.plan.speed import LAYER_COST_SECONDS
 from kvarto.plan.trace import Cut, read_trace
-from kvarto.plan.weights import Weights, as_dtype, by_number, weights_of
+from kvarto.plan.weights import Weights, as_dtype, weights_of
 from kvarto.plan.written import KvFormat
 
 _CONTEXT_TOKENS = 32_768

@@ -169,7 +169,7 @@ def _from_hub(model: str) -> Path:
     try:
         return Path(hub.hf_hub_download(model, "config.json"))
     except Exception as error:  # noqa: BLE001 - the hub's client raises what its HTTP client raises
-        reason = " ".join(str(error).split())[:160] or type(error).__name__
+        reason = " ".join(str(error).split()).split(". ")[0][:160] or type(error).__name__
         if isinstance(error, ImportError):
             raise BackendUnavailable("huggingface_hub", reason, "run: pip install huggingface_hub") from None
         raise FetchError(

@@ -12,8 +12,9 @@ from kvarto.errors import Unsupported, UsageError
 from kvarto.plan.gpu import Gpu, choose_gpu, find_gpu, gpus, parse_size
 from kvarto.plan.measured import Times, read_measured
 from kvarto.plan.memory import Budget, check_parallel, room, stages
+from kvarto.plan.parameters import by_number, count
 from kvarto.plan.speed import Machine
-from kvarto.plan.weights import as_dtype, by_number, count, safetensors_nbytes, weights_of
+from kvarto.plan.weights import as_dtype, safetensors_nbytes, weights_of
 from unit.plan.samples import FORMATS, LLAMA, QWEN3_4B, config, machine, make, model
 
 _BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "baselines" / "attention_gpu.json"

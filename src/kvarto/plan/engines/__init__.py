@@ -123,6 +123,7 @@ class EngineFormat(KvFormat):
         self._boundary_layers: int = data.get("boundary_layers", 0)
         self._takes_windows, self._power_of_two = data.get("windows", True), data.get("power_of_two", False)
         self._sm_least, self._only_sm = data.get("sm_least", 0), tuple(data.get("sm", ()))
+        self._vendor: str = data.get("vendor", "")
 
     def refuses(self, model: CachedModel) -> str | None:
         """By the kinds of parts that there are."""
@@ -145,11 +146,13 @@ class EngineFormat(KvFormat):
         raw = Row(1, 2)
         ends = replace(self.writer, k=raw, v=raw, latent=raw, slot_multiple=1)
         count = len(model.layers)
-        kept = 0 if model.has_states else self._boundary_layers
+        kept = 0 if model.has_states else min(self._boundary_layers, count // 2)
         return [ends if i < kept or i >= count - kept else self.writer for i in range(count)]
 
     def refuses_gpu(self, sm: int) -> str | None:
         """By compute capability."""
+        if self._vendor and sm:
+            return f"needs a GPU of {self._vendor.upper()}"
         if self._only_sm and sm not in self._only_sm:
             return f"needs SM {', '.join(map(str, self._only_sm))}, this is {sm}"
         return f"needs SM {self._sm_least} or later, this is {sm}" if sm < self._sm_least else None
