@@ -53,7 +53,8 @@ class FormatAnswer:
     smaller             bytes_per_sequence of the baseline over this one's
     pool_tokens, sequences, longest_context_tokens   None without a GPU
     fits                whether the asked concurrency does
-    gain_bound          a decode step of the baseline over this one's, at most
+    gain_bound          a decode step of the baseline over this one's, at most, both with all of the asked sequences
+    tokens_per_second_bound   of all sequences that run at once: the asked ones, or as many of them as fit
     break_even_tokens   the context from which on that outweighs the constant cost of quantizing; None: never, or no question
     measured_gain, measured_break_even_tokens   the same, with kernels' measured times
     waterfall           where a GPU's memory goes at the asked concurrency
@@ -76,6 +77,7 @@ class FormatAnswer:
     fits: bool | None = None
     step_seconds_bound: float | None = None
     gain_bound: float | None = None
+    tokens_per_second_bound: float | None = None
     break_even_tokens: int | None = None
     measured_step_seconds: float | None = None
     measured_gain: float | None = None
@@ -253,6 +255,8 @@ def _format(question: Question, kv: KvFormat, made: list[Stage], machine: Machin
             "step_seconds_bound": machine.step_seconds(kv, batch, context),
             "gain_bound": machine.gain(kv, base, batch, context),
         }
+        running = min(batch, found.get("sequences", batch))
+        found["tokens_per_second_bound"] = running / machine.step_seconds(kv, running, context) if running else 0.0
         if kv.name != base.name:
             found["break_even_tokens"] = machine.break_even_tokens(kv, base, batch)
         if question.measured:

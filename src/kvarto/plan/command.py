@@ -158,6 +158,10 @@ def _question(options: PlanOptions) -> Question:
     notes += [
         f"{engines()[name].title}: {engines()[name].note}" for name in used if engines()[name].note and _uneven(model)
     ]
+    if weights is not None and weights.nbytes_known is None and weights.dtype not in ("bf16", "fp16", "fp32"):
+        notes.append(
+            f"weights: all matrices counted as {weights.dtype}; what a checkpoint leaves in 16 bits comes on top (--weights-bytes)"
+        )
     cost = LAYER_COST_SECONDS if options.layer_cost_us is None else options.layer_cost_us / 1e6
     if not 0 <= cost < 1:
         raise UsageError("--layer-cost-us", "0 or more, below a second", options.layer_cost_us)

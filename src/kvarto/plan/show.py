@@ -124,7 +124,14 @@ def _labelled(console: Console, name: str, line: str) -> None:
 
 
 def _table(title: str, left: list[str], right: list[str], last: str = "") -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        min_width=min(len(title), 78),
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
     for heading in left:
         table.add_column(heading, no_wrap=True)
     for heading in right:
@@ -174,14 +181,18 @@ def _memory(made: Answer) -> Table:
 
 def _speed(made: Answer) -> Table:
     asked = made.scenario
-    bound = ["at least", "gain at most", "pays from"]
+    bound = ["a step", "gain", "pays from", "tokens/s"]
     right = ["bound", "gain", "from", "measured", "gain", "from"] if made.measured else bound
-    table = _table(f"Decode at {asked.concurrency} x {asked.context_tokens:,}: bounds, not promises", ["format"], right)
+    table = _table(
+        f"Decode at {asked.concurrency} x {asked.context_tokens:,}: bounds of what is possible", ["format"], right
+    )
 
     def cells(each: FormatAnswer) -> list[str]:
         row = [f"{1e3 * (each.step_seconds_bound or 0):.2f} ms", gain(each.gain_bound)]
         row.append(_from(each, each.break_even_tokens))
-        if made.measured:
+        if not made.measured:
+            row.append(f"{each.tokens_per_second_bound or 0:,.0f}")
+        else:
             seconds = each.measured_step_seconds
             row += ["-" if seconds is None else f"{1e3 * seconds:.2f} ms", gain(each.measured_gain)]
             row.append("" if seconds is None else _from(each, each.measured_break_even_tokens))

@@ -91,6 +91,14 @@ def test_room_and_bounds_with_a_gpu(config_of: Any, capsys: pytest.CaptureFixtur
     assert 1 < formats["fp8"]["gain_bound"] < formats["int4"]["gain_bound"] < formats["int2"]["gain_bound"]
     assert sum(piece["nbytes"] for piece in formats["int4"]["waterfall"]) == pytest.approx(81_559 << 20, abs=2)
     assert {rule["id"] for rule in found["advice"]} >= {"fp8-for-room", "way-back"}
+    # What does not fit does not run: bf16 has 13 of the 16, and so fewer tokens a second than its step alone would say.
+    bf16 = formats["vllm:bf16"]
+    assert (
+        bf16["tokens_per_second_bound"]
+        < 16 / bf16["step_seconds_bound"]
+        < formats["vllm:fp8_e4m3"]["tokens_per_second_bound"]
+    )
+    assert formats["int4"]["tokens_per_second_bound"] == pytest.approx(16 / formats["int4"]["step_seconds_bound"])
     assert "vllm:nvfp4" in {each["name"] for each in found["refused"]}
     shares = [cell["kv_share"] for cell in found["curves"] if cell["batch"] == 8]
     assert shares == sorted(shares)
@@ -280,6 +288,16 @@ def test_options_that_make_no_sense_get_one_line(
     words: list[str], line: str, config_of: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     refused([config_of() if word == "CONFIG" else word for word in words], line, capsys)
+
+
+def test_what_model_optimizer_says_beside_the_config_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS[LLAMA]))
+    (tmp_path / "hf_quant_config.json").write_text(
+        json.dumps({"quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"}})
+    )
+    found = as_json(str(tmp_path), capsys=capsys)
+    assert found["weights"]["dtype"] == "nvfp4"
+    assert any("--weights-bytes" in note for note in found["notes"])
 
 
 def test_a_huge_config_is_not_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
