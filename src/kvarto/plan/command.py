@@ -18,7 +18,7 @@ from kvarto.models.catalog import DEFAULT_MODEL
 from kvarto.plan.answer import Answer, Question, Scenario, answer
 from kvarto.plan.cached import CachedModel
 from kvarto.plan.config import Config, Described, cached_model, described_model, read_config
-from kvarto.plan.engines import engine_formats, engines
+from kvarto.plan.engines import engine_formats, engines, find_format
 from kvarto.plan.gpu import Gpu, choose_gpu, gpus, parse_size
 from kvarto.plan.measured import Measured, read_measured
 from kvarto.plan.memory import Budget
@@ -303,9 +303,7 @@ def _spelled(word: str, others: dict[str, KvFormat]) -> Sequence[KvFormat]:
     if word in engines():
         return [kv for kv in others.values() if kv.engine == word]
     if ":" in word:
-        if word not in others:
-            raise UnknownName("format", word, others)
-        return [others[word]]
+        return [others[find_format(word).name]]
     try:
         return [OwnFormat(parse_policy(word))]
     except UnknownName as error:

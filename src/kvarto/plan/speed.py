@@ -5,7 +5,7 @@
 
 A quantized step also has costs that a bound does not see. Here they are a constant a caching layer, from which break-even contexts follow: 4.4
 microseconds a layer, as vLLM measured on Llama-3.1-8B, FP8, H100, 32 layers (blog of 2026-04-22: intercept 6.44 to 6.58 ms, break-even at 7,010
-tokens where this gives 7,161). `Measured` replaces bound and constant by what a benchmark of kernels took.
+tokens where this gives 7,157). `Measured` replaces bound and constant by what a benchmark of kernels took.
 """
 
 from __future__ import annotations

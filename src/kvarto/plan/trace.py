@@ -111,7 +111,11 @@ def _records(path: Path) -> Iterator[tuple[str, Any]]:
             if first[:1] == b"[" or not _is_lines(first):
                 yield from _document(name, file.read(_MOST_LINE_BYTES * 8 + 1))
                 return
-            for number, line in enumerate(file, 1):
+            for number, line in enumerate(iter(lambda: file.readline(_MOST_LINE_BYTES + 1), b""), 1):
+                if len(line) > _MOST_LINE_BYTES:
+                    raise UsageError(
+                        f"{name}:{number}", f"lines of at most {_MOST_LINE_BYTES >> 20} MiB", "a longer one"
+                    )
                 if line.strip():
                     yield f"{name}:{number}", _parsed(f"{name}:{number}", line)
     except OSError as error:
@@ -126,7 +130,7 @@ def _is_lines(first: bytes) -> bool:
     try:
         json.loads(line)
     except ValueError:
-        return line.rstrip() not in (b"{", b"")
+        return not line.rstrip().endswith((b"{", b"[", b","))
     return True
 
 

@@ -300,6 +300,33 @@ def test_what_model_optimizer_says_beside_the_config_counts(tmp_path: Path, caps
     assert any("--weights-bytes" in note for note in found["notes"])
 
 
+def test_a_hub_id_is_asked_for_its_config_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS[LLAMA]))
+    asked = []
+
+    class Hub:
+        @staticmethod
+        def hf_hub_download(model: str, file: str) -> str:
+            asked.append((model, file))
+            if model == "no/body":
+                raise OSError("We couldn't connect to the hub. Check your connection.")
+            return str(tmp_path / file)
+
+    monkeypatch.setattr("kvarto.plan.config.require", lambda package: Hub)
+    assert by_name(as_json("some/model", capsys=capsys))["bf16"]["bytes_per_token"] == 131_072
+    assert asked == [("some/model", "config.json")]
+    refused(
+        ["no/body"], "could not be had from the hub (We couldn't connect to the hub); give a local config.json", capsys
+    )
+
+
+def test_gpus_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "h100" in plan("--list-gpus", capsys=capsys)
+    assert {"name", "memory_bytes", "source"} <= set(json.loads(plan("--list-gpus", "--json", capsys=capsys))[0])
+
+
 def test_a_huge_config_is_not_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "config.json"
     with path.open("wb") as file:

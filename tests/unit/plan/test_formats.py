@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from kvarto.engine.holding import Group
+from kvarto.errors import UnknownName
 from kvarto.formats import parse_policy
 from kvarto.layout import Geometry
 from kvarto.plan.cached import KeyValue, describe, stage_layers
-from kvarto.plan.engines import engine_formats, engines
+from kvarto.plan.engines import engine_formats, engines, find_format
 from kvarto.plan.ours import OwnFormat
 from kvarto.plan.written import bytes_of
 from kvarto.rule import Rule
@@ -148,6 +149,13 @@ def test_each_engine_says_where_its_numbers_come_from() -> None:
     for kv in engine_formats():
         assert kv.source
         assert kv.flag
+
+
+def test_other_names_of_an_engine_are_known() -> None:
+    assert find_format("vllm:fp8").name == find_format("VLLM:fp8_e4m3").name == "vllm:fp8_e4m3"
+    assert find_format("vllm:auto").name == "vllm:bf16"
+    with pytest.raises(UnknownName, match="did you mean vllm:fp8_e4m3"):
+        find_format("vllm:fp8_e4m4")
 
 
 def test_sparse_attention_reads_less_than_it_holds() -> None:

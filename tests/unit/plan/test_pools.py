@@ -7,10 +7,10 @@ import pytest
 from kvarto.formats import parse_policy
 from kvarto.layout import Geometry
 from kvarto.plan.cached import CachedModel
-from kvarto.plan.engines import engine_formats
+from kvarto.plan.engines import engine_formats, find_format
 from kvarto.plan.memory import Stage, room
 from kvarto.plan.ours import OwnFormat
-from kvarto.plan.written import KvFormat
+from kvarto.plan.written import KvFormat, bytes_of
 from unit.plan.samples import make
 
 _GIB = 1 << 30
@@ -46,6 +46,15 @@ def test_our_own_engine_holds_as_much_as_planned(text: str, shape: str, sliding:
         assert there.longest_context(sequences, 1 << 30) == pytest.approx(
             memory.capacity_tokens(0, sequences), rel=0.01
         )
+
+
+@pytest.mark.parametrize(
+    ("name", "mebibytes"), [("f16", 45.00), ("q8_0", 23.91), ("q5_1", 16.88), ("q4_0", 12.66), ("iq4_nl", 12.66)]
+)
+def test_llama_cpp_logs_the_bytes_that_were_planned(name: str, mebibytes: float) -> None:
+    """xllamacpp 2026.10, smollm2-135m-instruct, a context of 2,000: "KV buffer size = 45.00 MiB", 2,048 cells."""
+    held = bytes_of(find_format(f"llama.cpp:{name}"), make("llama", **_SHAPES["narrow"]))
+    assert round(held.sequence(2000) / 2**20, 2) == pytest.approx(mebibytes, abs=0.006)
 
 
 @pytest.mark.parametrize(

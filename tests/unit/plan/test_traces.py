@@ -129,6 +129,8 @@ def test_spans_of_opentelemetry(tmp_path: Path) -> None:
             }
         ]
     }
+    for text in (json.dumps(otlp), json.dumps(otlp, indent=2), json.dumps(otlp).replace('Spans": [', 'Spans": [\n', 1)):
+        assert [prompt.output_tokens for prompt in read(tmp_path, text).prompts] == [7]
     trace = read(tmp_path, plain, otlp)
     assert [prompt.output_tokens for prompt in trace.prompts] == [7, 7]
     assert trace.prompts[0].blocks == trace.prompts[1].blocks

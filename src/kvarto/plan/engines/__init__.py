@@ -9,6 +9,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
+from kvarto.errors import UnknownName
 from kvarto.plan.cached import CachedModel, IndexKey, KeyValue, Latent, Part, State
 from kvarto.plan.ours import read_entries
 from kvarto.plan.written import Bytes, KvFormat, Writer
@@ -120,6 +121,7 @@ class EngineFormat(KvFormat):
         )  # fmt: skip
         self.needs, self.source, self.flag = data.get("needs", ""), data["source"], data["flag"]
         self.measured = tuple(data.get("measured", ()))
+        self.aliases = tuple(f"{engine.name}:{alias}" for alias in data.get("aliases", ()))
         self._boundary_layers: int = data.get("boundary_layers", 0)
         self._takes_windows, self._power_of_two = data.get("windows", True), data.get("power_of_two", False)
         self._sm_least, self._only_sm = data.get("sm_least", 0), tuple(data.get("sm", ()))
@@ -167,6 +169,15 @@ def engines() -> dict[str, Engine]:
 def engine_formats(page_tokens: int | None = None) -> list[EngineFormat]:
     """All formats of all engines, those of an engine together; `page_tokens` in place of each engine's own."""
     return [EngineFormat(engine, data, page_tokens) for engine, formats in _read() for data in formats]
+
+
+def find_format(name: str, page_tokens: int | None = None) -> EngineFormat:
+    """A format by engine and name, also by another name that the engine takes: vllm:fp8_e4m3, vllm:fp8, vllm:auto. Raises UnknownName."""
+    formats = engine_formats(page_tokens)
+    found = next((kv for kv in formats if name.lower() in (kv.name, *kv.aliases)), None)
+    if found is None:
+        raise UnknownName("format", name, [kv.name for kv in formats])
+    return found
 
 
 @cache
