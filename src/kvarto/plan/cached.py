@@ -175,7 +175,9 @@ def stage_layers(layers: int, pp: int) -> list[int]:
 
 def describe(layers: Sequence[Layer]) -> str:
     """Such as "8 full, 40 sliding of 1,024"."""
-    words = Counter(", ".join(_word(part) for part in layer if not isinstance(part, IndexKey)) for layer in layers)
+    words = Counter(
+        ", ".join(dict.fromkeys(_word(part) for part in layer if not isinstance(part, IndexKey))) for layer in layers
+    )
     none = words.pop("", 0)
     said = [f"{count} {word}" for word, count in words.items()]
     if any(isinstance(part, IndexKey) for layer in layers for part in layer):

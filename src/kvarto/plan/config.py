@@ -75,8 +75,10 @@ def cached_model(config: Config) -> CachedModel:
         )
     family = families[fields.family]
     layers = family.read(fields)
-    notes = (family.note,) if family.note else ()
-    return CachedModel(config.name, fields.family, layers, fields.query_heads, fields.max_tokens, notes)
+    notes = [family.note] if family.note else []
+    if config.fields.data is not config.whole and any(key in config.whole for key in _TEXT_PARTS):
+        notes.append("the text part: towers for images or sound are not counted")
+    return CachedModel(config.name, fields.family, layers, fields.query_heads, fields.max_tokens, tuple(notes))
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ def html(made: Answer, prefixes: PrefixAnswer | None) -> str:
     )  # fmt: skip
     environment.globals.update(size=show.size, tokens=show.tokens, gain=show.gain)
     return environment.get_template("report.html.j2").render(
-        made=made, prefixes=prefixes, version=__version__, style=Markup(_style()), headline=show.headline(made),
+        made=made, prefixes=prefixes, version=__version__, style=Markup(_style()), headline=show.headline(made), prompt=show.prompt(made),
         main=[each.name for each in charts.shown_formats(made)], curves=_curves(made, prefixes), waterfalls=_waterfalls(made),
     )  # fmt: skip
 

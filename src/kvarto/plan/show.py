@@ -34,6 +34,7 @@ def show(console: Console, made: Answer, prefixes: PrefixAnswer | None, *, whole
         _refused(console, made)
     if made.kv_share is not None:
         console.print(_speed(made))
+        _labelled(console, "prompt", prompt(made))
         console.print(_shares(made))
     for each in _waterfalls(made):
         console.print(_waterfall(made, each))
@@ -105,6 +106,13 @@ def headline(made: Answer) -> list[tuple[str, str]]:
         )
     load = f"{asked.concurrency} sequences of {asked.context_tokens:,} tokens, of which {asked.output_tokens:,} are generated"
     return [*lines, ("load", load)]
+
+
+def prompt(made: Answer) -> str:
+    """What no format of the cache makes faster."""
+    seconds, share = made.prefill_seconds_bound or 0.0, made.prefill_share or 0.0
+    length = f"{1e3 * seconds:,.0f} ms" if seconds < 10 else f"{seconds:,.0f} s"
+    return f"{made.scenario.prompt_tokens:,} tokens take at least {length} alone, {share:.0%} of a request's time by the bounds"
 
 
 def _head(console: Console, made: Answer) -> None:

@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 
 from kvarto.errors import Unsupported, UsageError
+from kvarto.plan.config import cached_model, make_config
 from kvarto.plan.gpu import Gpu, choose_gpu, find_gpu, gpus, parse_size
 from kvarto.plan.measured import Times, read_measured
 from kvarto.plan.memory import Budget, check_parallel, room, stages
 from kvarto.plan.parameters import by_number, count
 from kvarto.plan.speed import Machine
 from kvarto.plan.weights import as_dtype, safetensors_nbytes, weights_of
+from kvarto.plan.written import bytes_of
 from unit.plan.samples import FORMATS, LLAMA, QWEN3_4B, config, machine, make, model
 
 _BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "baselines" / "attention_gpu.json"
@@ -50,6 +52,23 @@ def test_fp8_doubles_a_pool_of_full_attention_and_not_a_hybrids() -> None:
         made = stages(model(name), weights_of(config(name), None), budget)
         raw, packed = (room(kv, model(name), made, 1).pool_tokens(16_384) for kv in (BF16, FP8))
         assert least < packed / raw < most
+
+
+def test_our_engine_on_an_h200_holds_and_gains_what_was_planned() -> None:
+    """benchmarks/baselines/engine_gpu.json: 11, 23 and 43 sequences of 32K in 48 GiB; no step is shorter than the bound, nor than its kernels."""
+    run = json.loads((_BENCHMARK.parent / "engine_gpu.json").read_text())
+    made = make_config("8B", {"model_type": "llama", **run["model"]})
+    at, measured = Machine(cached_model(made), weights_of(made, None), find_gpu("h200")), read_measured(_BENCHMARK)
+    planned, real = {}, {}
+    for result in run["results"]:
+        kv, context, running = FORMATS[result["kv"]], result["context_tokens"], result["sequences"]
+        assert parse_size(run["memory"], "memory") // bytes_of(kv, at.model).sequence(context) == running
+        seconds = at.measured_seconds(measured, kv, running, context)
+        assert seconds is not None
+        assert at.step_seconds(kv, running, context) < seconds < result["graph_ms"] / 1e3
+        planned[kv.name], real[kv.name] = running / seconds, result["tokens_per_second"]
+    for name in ("int8", "int4"):
+        assert planned[name] / planned["bf16"] == pytest.approx(real[name] / real["bf16"], rel=0.2)
 
 
 # ---- bounds ----------------------------------------------------------------------------------------------------------
