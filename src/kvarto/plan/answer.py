@@ -181,6 +181,10 @@ class Question:
     layer_cost_seconds: float = LAYER_COST_SECONDS
     notes: tuple[str, ...] = field(default=())
 
+    def group(self, sequences: int) -> int:
+        """How many of them a stage works on at once: with several stages each has a group of its own."""
+        return -(-sequences // (self.budget.pp if self.budget else 1))
+
     @property
     def tp(self) -> int:
         """Ranks that share heads."""
@@ -195,6 +199,10 @@ def answer(question: Question) -> Answer:
     machine = None
     if budget is not None:
         notes += check_parallel(model, budget.tp, budget.pp)
+        if budget.pp > 1:
+            notes.append(
+                f"speeds: the sequences go through the {budget.pp} stages in as many groups; a step is a group's way through all of them"
+            )
         if weights is not None:
             made = stages(model, weights, budget)
             machine = Machine(model, weights, budget.gpu, budget.tp, question.layer_cost_seconds)
@@ -211,11 +219,11 @@ def answer(question: Question) -> Answer:
         )
     plain = plain_bytes(model)
     base, batch, context = question.baseline, scenario.concurrency, scenario.context_tokens
-    share = machine.kv_share(base, batch, context) if machine else None
+    share = machine.kv_share(base, question.group(batch), context) if machine else None
     prefill = machine.prefill_seconds(scenario.prompt_tokens) if machine else None
     prefill_share = None
     if machine and prefill is not None:
-        generating = scenario.output_tokens * machine.step_seconds(base, batch, context) / batch
+        generating = scenario.output_tokens * machine.step_seconds(base, question.group(batch), context) / batch
         prefill_share = prefill / (prefill + generating)
     signals = _signals(question, answers, made, machine, share, prefill_share)
     return Answer(
@@ -252,15 +260,17 @@ def _format(question: Question, kv: KvFormat, made: list[Stage], machine: Machin
         }  # fmt: skip
     if machine:
         found |= {
-            "step_seconds_bound": machine.step_seconds(kv, batch, context),
-            "gain_bound": machine.gain(kv, base, batch, context),
+            "step_seconds_bound": machine.step_seconds(kv, question.group(batch), context),
+            "gain_bound": machine.gain(kv, base, question.group(batch), context),
         }
         running = min(batch, found.get("sequences", batch))
-        found["tokens_per_second_bound"] = running / machine.step_seconds(kv, running, context) if running else 0.0
+        found["tokens_per_second_bound"] = (
+            running / machine.step_seconds(kv, question.group(running), context) if running else 0.0
+        )
         if kv.name != base.name:
-            found["break_even_tokens"] = machine.break_even_tokens(kv, base, batch)
+            found["break_even_tokens"] = machine.break_even_tokens(kv, base, question.group(batch))
         if question.measured:
-            found |= _measured(question.measured, machine, kv, base, scenario)
+            found |= _measured(question, machine, kv)
     return FormatAnswer(
         kv.name, kv.engine, kv.page_tokens, float(held.growth), held.constant, nbytes,
         _fullest(question, base).sequence(context) / max(1, nbytes), kv.flag, kv.needs, kv.source, _bits(question.model, kv), **found,
@@ -273,8 +283,10 @@ def _bits(model: CachedModel, kv: KvFormat) -> float | None:
     return float(16 * bytes_of(kv, model).growth / plain) if plain else None
 
 
-def _measured(measured: Measured, machine: Machine, kv: KvFormat, base: KvFormat, scenario: Scenario) -> dict[str, Any]:
-    context, batch = scenario.context_tokens, scenario.concurrency
+def _measured(question: Question, machine: Machine, kv: KvFormat) -> dict[str, Any]:
+    assert question.measured
+    measured, base = question.measured, question.baseline
+    context, batch = question.scenario.context_tokens, question.group(question.scenario.concurrency)
     mine, other = (machine.measured_seconds(measured, each, batch, context) for each in (kv, base))
     found: dict[str, Any] = {"measured_step_seconds": mine, "measured_gain": other / mine if mine and other else None}
     if kv.name != base.name:
@@ -307,8 +319,8 @@ def _cells(question: Question, machine: Machine, answers: list[FormatAnswer]) ->
     ] or list(CONTEXTS[:1])
     return [
         Cell(
-            context, batch, machine.kv_share(question.baseline, batch, context),
-            {kv.name: machine.gain(kv, question.baseline, batch, context) for kv in chosen},
+            context, batch, machine.kv_share(question.baseline, question.group(batch), context),
+            {kv.name: machine.gain(kv, question.baseline, question.group(batch), context) for kv in chosen},
         )
         for batch in sorted({*BATCHES, question.scenario.concurrency})
         for context in contexts

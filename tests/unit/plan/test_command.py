@@ -118,6 +118,18 @@ def test_measured_replaces_bounds_and_must_be_of_the_gpu(config_of: Any, capsys:
     )
 
 
+def test_stages_work_on_groups(config_of: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two stages: a step of 16 sequences is the way of 8 of them, and both groups make tokens."""
+    one, two = (
+        by_name(as_json(config_of(), "--gpu", "h200", "--concurrency", n, "--pp", pp, capsys=capsys))["int4"]
+        for n, pp in (("8", "1"), ("16", "2"))
+    )
+    assert two["step_seconds_bound"] == one["step_seconds_bound"]
+    assert two["tokens_per_second_bound"] == pytest.approx(2 * one["tokens_per_second_bound"])
+    assert two["bytes_per_token"] == one["bytes_per_token"] / 2
+    assert two["sequences"] > 2 * one["sequences"]
+
+
 def test_a_model_by_flags(capsys: pytest.CaptureFixture[str]) -> None:
     found = as_json("--layers", "32", "--kv-heads", "8", "--head-dim", "128", capsys=capsys)
     assert found["model"]["bf16_bytes_per_token"] == 131_072

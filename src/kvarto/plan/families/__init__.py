@@ -22,6 +22,8 @@ class Family:
     note: str = ""
 
 
+NOT_SERVED = "kvarto itself refuses to serve this family: its formats are counted for comparison"
+
 families: Registry[Family] = Registry(
     "model_type", package="kvarto.plan.families", attribute="FAMILIES", group="kvarto.plan.families"
 )

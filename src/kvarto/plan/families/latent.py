@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from kvarto.errors import UsageError
 from kvarto.plan.cached import IndexKey, KeyValue, Latent, Layer
-from kvarto.plan.families import Family
+from kvarto.plan.families import NOT_SERVED, Family
 from kvarto.plan.fields import Fields
 
 _MTP = "the multi-token-prediction layer is not counted"
@@ -86,5 +86,8 @@ FAMILIES = (
     *(Family(name, mla, f"{_MTP}; {_EXPANDED}") for name in _MLA),
     *(Family(name, dsa, _MTP) for name in ("deepseek_v32", "glm_moe_dsa")),
     *(Family(name, deepseek_v4, _MTP) for name in ("deepseek_v4", "deepseek_ref")),
-    *(Family(name, minimax_m3, _MTP) for name in ("minimax_m3", "minimax_m3_vl", "minimax_m3_vl_text")),
+    *(
+        Family(name, minimax_m3, f"{_MTP}; {NOT_SERVED}")
+        for name in ("minimax_m3", "minimax_m3_vl", "minimax_m3_vl_text")
+    ),
 )

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from kvarto.errors import Unsupported
 from kvarto.plan.cached import KeyValue, Layer
-from kvarto.plan.families import Family
+from kvarto.plan.families import NOT_SERVED, Family
 from kvarto.plan.fields import Fields
 
 FULL = "full_attention"
@@ -141,5 +141,5 @@ FAMILIES = (
     *(Family(name, windowed(6)) for name in ("gemma3", "gemma3_text")),
     *(Family(name, windowed(4)) for name in ("cohere2", "exaone4", "olmo3", "step3p7")),
     Family("gpt_oss", windowed(2)),
-    *(Family(name, llama4) for name in ("llama4", "llama4_text")),
+    *(Family(name, llama4, NOT_SERVED) for name in ("llama4", "llama4_text")),
 )

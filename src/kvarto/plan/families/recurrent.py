@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from kvarto.errors import UsageError
 from kvarto.plan.cached import KeyValue, Layer, State
-from kvarto.plan.families import Family
+from kvarto.plan.families import NOT_SERVED, Family
 from kvarto.plan.families.latent import latent_of
 from kvarto.plan.families.plain import FULL, said_kinds, unknown_kind
 from kvarto.plan.fields import Fields
@@ -185,6 +185,5 @@ FAMILIES = (
     _family("jamba", jamba),
     _family("lfm2", lfm2),
     _family("lfm2_moe", lfm2),
-    _family("minimax", minimax),
-    _family("minimax_text_01", minimax),
+    *(Family(name, minimax, f"{_SNAPSHOTS}; {NOT_SERVED}") for name in ("minimax", "minimax_text_01")),
 )

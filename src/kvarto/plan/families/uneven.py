@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvarto.errors import Unsupported, UsageError
 from kvarto.plan.cached import KeyValue, Layer
-from kvarto.plan.families import Family
+from kvarto.plan.families import NOT_SERVED, Family
 from kvarto.plan.families.plain import FULL, SLIDING, every, of_kinds, said_kinds, unknown_kind
 from kvarto.plan.fields import Fields
 
@@ -86,7 +86,7 @@ def nemotron_nas(fields: Fields) -> tuple[Layer, ...]:
 
 
 FAMILIES = (
-    *(Family(name, gemma3n) for name in ("gemma3n", "gemma3n_text")),
+    *(Family(name, gemma3n, NOT_SERVED) for name in ("gemma3n", "gemma3n_text")),
     *(Family(name, gemma4) for name in ("gemma4", "gemma4_text")),
     *(Family(name, mimo_v2) for name in ("mimo_v2", "mimo_v2_flash")),
     Family("nemotron-nas", nemotron_nas),
