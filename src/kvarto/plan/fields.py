@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from kvarto.errors import Unsupported, UsageError
 
 _MOST = 1 << 31
 _NOTHING = object()
+_T = TypeVar("_T")
 
 
 class Fields:
@@ -74,6 +75,23 @@ class Fields:
         if count is not None and len(value) < count:
             raise UsageError(f"{self.name}: {key}", f"an entry for each of the {count} layers", f"{len(value)} entries")
         return list(value if count is None else value[:count])
+
+    def words(self, key: str, count: int | None = None) -> list[str] | None:
+        """A list of text."""
+        return self._all(str, "text in each entry", key, count)
+
+    def wholes(self, key: str, count: int | None = None) -> list[int] | None:
+        """A list of whole numbers from 0 on."""
+        values = self._all(int, "whole numbers from 0 on", key, count)
+        if values is not None and any(value < 0 for value in values):
+            raise UsageError(f"{self.name}: {key}", "whole numbers from 0 on", repr(values)[:60])
+        return values
+
+    def _all(self, kind: type[_T], expected: str, key: str, count: int | None) -> list[_T] | None:
+        values = self.items(key, count)
+        if values is not None and any(not isinstance(value, kind) or isinstance(value, bool) for value in values):
+            raise UsageError(f"{self.name}: {key}", expected, repr(values)[:60])
+        return values
 
     def switches(self, key: str, count: int) -> list[bool] | None:
         """A list of zeros and ones."""

@@ -228,14 +228,14 @@ def _mlps(fields: Fields) -> tuple[int, int, int, int, int]:
 
 def _sparse_layers(fields: Fields) -> int:
     """Layers with experts."""
-    kinds = fields.items("mlp_layer_types", fields.layers)
+    kinds = fields.words("mlp_layer_types", fields.layers)
     if kinds is not None:
         return sum(kind == "sparse" for kind in kinds)
     if isinstance(fields.data.get("moe_layer_freq"), list):
         return sum(fields.switches("moe_layer_freq", fields.layers) or ())
     if fields.family.startswith("llama4"):
         return fields.layers // fields.whole("interleave_moe_layer_step", default=1)
-    dense = fields.items("mlp_only_layers") or []
+    dense = fields.wholes("mlp_only_layers") or []
     step = fields.whole("decoder_sparse_step", default=1)
     first = fields.whole("first_k_dense_replace", default=0, least=0)
     return sum(i >= first and i not in dense and (i + 1) % step == 0 for i in range(fields.layers))

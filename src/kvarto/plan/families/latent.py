@@ -33,7 +33,7 @@ def dsa(fields: Fields) -> tuple[Layer, ...]:
 
 def _indexers(fields: Fields) -> list[str]:
     """full or shared for each layer: as said, or by a pattern of F and S, or by period and offset (transformers' GlmMoeDsaConfig)."""
-    kinds = fields.items("indexer_types", fields.layers)
+    kinds = fields.words("indexer_types", fields.layers)
     pattern = fields.data.get("index_topk_pattern")
     if kinds is None and isinstance(pattern, str):
         kinds = [{"F": "full", "S": "shared"}.get(letter, letter) for letter in pattern[: fields.layers]]
@@ -51,14 +51,12 @@ def deepseek_v4(fields: Fields) -> tuple[Layer, ...]:
     """One vector is K and V. Every layer has those of a window; by its ratio r also one for each r tokens, at r = 4 with an index key."""
     dim, window = fields.whole("head_dim"), fields.whole("sliding_window")
     rope = fields.whole("qk_rope_head_dim", default=0, least=0)
-    ratios = fields.items("compress_ratios", fields.layers)
+    ratios = fields.wholes("compress_ratios", fields.layers)
     if ratios is None:
         raise fields.missing("compress_ratios")
     recent = Latent(dim, rope, window_tokens=window)
     layers: list[Layer] = []
     for ratio in ratios:
-        if not isinstance(ratio, int) or ratio < 0:
-            raise UsageError(f"{fields.name}: compress_ratios", "whole numbers from 0 on", repr(ratio)[:60])
         chosen = fields.whole("index_topk") if ratio == 4 else None
         far = (Latent(dim, rope, ratio, read_entries=chosen),) if ratio else ()
         index = (IndexKey(fields.whole("index_head_dim"), ratio),) if ratio == 4 else ()

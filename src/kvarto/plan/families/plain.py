@@ -42,7 +42,7 @@ def unknown_kind(fields: Fields, kind: object) -> Exception:
 
 def said_kinds(fields: Fields) -> list[str] | None:
     """The config's own list of kinds."""
-    return fields.items("layer_types", fields.layers)
+    return fields.words("layer_types", fields.layers)
 
 
 def every(fields: Fields, pattern: int, other: str = SLIDING) -> list[str]:

@@ -64,7 +64,7 @@ def kimi_linear(fields: Fields) -> tuple[Layer, ...]:
         state = _delta_state(
             linear.whole("num_heads"), linear.whole("head_dim"), linear.whole("short_conv_kernel_size")
         )
-        full, delta = linear.items("full_attn_layers"), linear.items("kda_layers")
+        full, delta = linear.wholes("full_attn_layers"), linear.wholes("kda_layers")
         if full is None or delta is None:
             raise linear.missing("full_attn_layers and kda_layers")
         if sorted([*full, *delta]) != list(range(1, fields.layers + 1)):
@@ -96,7 +96,7 @@ _PATTERN = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 
 def nemotron_h(fields: Fields) -> tuple[Layer, ...]:
     """Mamba-2, attention, MLP and expert layers, by `layers_block_type` or the letters of `hybrid_override_pattern`."""
-    kinds = fields.items("layers_block_type") or said_kinds(fields)
+    kinds = fields.words("layers_block_type") or said_kinds(fields)
     if kinds is None:
         letters = fields.data.get("hybrid_override_pattern")
         if not isinstance(letters, str) or not letters:
@@ -123,7 +123,7 @@ def _mamba2_of(fields: Fields) -> tuple[State, State]:
 
 def bamba(fields: Fields) -> tuple[Layer, ...]:
     """Mamba-2, and attention in the layers that `attn_layer_indices` names."""
-    full = fields.items("attn_layer_indices")
+    full = fields.wholes("attn_layer_indices")
     kinds = said_kinds(fields) or ([FULL if i in full else LINEAR for i in range(fields.layers)] if full else None)
     if kinds is None:
         raise fields.missing("attn_layer_indices", "layer_types")
@@ -149,7 +149,7 @@ def jamba(fields: Fields) -> tuple[Layer, ...]:
 
 def lfm2(fields: Fields) -> tuple[Layer, ...]:
     """Short convolutions, whose last inputs are kept."""
-    full = fields.items("full_attn_idxs")
+    full = fields.wholes("full_attn_idxs")
     kinds = said_kinds(fields) or ([FULL if i in full else "conv" for i in range(fields.layers)] if full else None)
     if kinds is None:
         raise fields.missing("layer_types", "full_attn_idxs")
