@@ -25,6 +25,7 @@ from kvarto import __version__
 from kvarto.calibrate.cli import calibrate_app
 from kvarto.codecs import Codec, registry
 from kvarto.diagnose.cli import diagnose_command
+from kvarto.doctor.cli import doctor_command
 from kvarto.errors import KvartoError, UnknownName
 from kvarto.jit import available, require
 from kvarto.layout import PAGE_TOKENS, Side
@@ -177,6 +178,7 @@ models_app = typer.Typer(
 app.add_typer(models_app, name="models", invoke_without_command=True)
 app.add_typer(calibrate_app, name="calibrate")
 app.command("diagnose")(diagnose_command)
+app.command("doctor")(doctor_command)
 
 
 @models_app.callback()

@@ -55,6 +55,8 @@ def _hits(facts: Facts) -> float:
 
 
 def _gaps_wait_for_prompts(facts: Facts) -> bool:
+    if facts.window.counter(Counter.PREEMPTIONS):
+        return False  # the gaps may be of those that were sent back
     gap = facts.window.timing(Timing.ITL)
     high = None if gap is None else gap.quantile(0.99)
     return gap is not None and high is not None and gap.mean is not None and high[0] > LONG_GAP * gap.mean

@@ -37,6 +37,8 @@ LEAST_FIRST_TOKENS, LEAST_GENERATED = 5, 100
 """With less than that a window says nothing."""
 LEAST_SCRAPES = 5
 """With fewer a gauge is of single moments."""
+LONG_QUEUE_SECONDS = 0.1
+"""Less than that in the queue nobody notices."""
 RARELY = 0.01
 """Fewer preemptions than that for each request are no limit."""
 _ASKED = (
@@ -81,12 +83,8 @@ class Diagnosis:
 def diagnose(window: Window, model: Model | None = None) -> Diagnosis:
     """Decide."""
     share, why_no_share = kv_share(window, model or Model())
-    findings = (
-        capacity(window),
-        queue(window),
-        prefill(window),
-        decode(window, share, why_no_share),
-    )
+    memory = capacity(window)
+    findings = (memory, queue(window, memory.holds), prefill(window), decode(window, share, why_no_share))
     missing = tuple(dict.fromkeys(window.missing(*_ASKED)))
     cause, reason = _verdict(window, findings)
     return Diagnosis(cause, reason, findings, overview(window), share, missing, window.notes)
@@ -174,30 +172,32 @@ def _does_the_next_fit(window: Window, usage: Series, evidence: tuple[Evidence, 
     return Finding(Cause.CAPACITY, False, f"requests wait although only {usage.mean:.0%} of the pool is held", evidence)
 
 
-def queue(window: Window) -> Finding:
-    """Requests wait although there is memory: for a slot, or because the steps are as full as they may be."""
-    waiting, time = window.gauge(Gauge.WAITING), window.timing(Timing.QUEUE)
-    first = window.timing(Timing.TTFT)
+def queue(window: Window, for_memory: bool | None = False) -> Finding:
+    """Requests wait although there is memory: for a slot, or because the steps are as full as they may be. `for_memory`: it is known what for."""
+    waiting, time, first = window.gauge(Gauge.WAITING), window.timing(Timing.QUEUE), window.timing(Timing.TTFT)
     evidence = (
         *gauge_evidence("waiting", waiting),
         *timing_evidence("in the queue", time),
         *timing_evidence("to the first token", first),
     )
+
+    def found(holds: bool | None, reason: str) -> Finding:
+        return Finding(Cause.QUEUE, holds, reason, evidence)
+
+    if for_memory:
+        return found(False, "who waits, waits for memory")
+    known = "and not for KV memory" if for_memory is False else "and for what is not known"
+    holds = True if for_memory is False else None
     if waiting is not None and waiting.share_above(0) >= OFTEN:
-        return Finding(
-            Cause.QUEUE, True, f"{waiting.mean:.1f} requests wait on average, and not for KV memory", evidence
-        )
+        return found(holds, f"{waiting.mean:.1f} requests wait on average, {known}")
     if time is not None and first is not None and time.mean is not None and first.mean:
         share = time.mean / first.mean
-        if share >= MOSTLY and time.mean > 0.1:
-            reason = f"{share:.0%} of the time to the first token is spent in the queue, and not for KV memory"
-            return Finding(Cause.QUEUE, True, reason, evidence)
-        return Finding(
-            Cause.QUEUE, False, f"{share:.0%} of the time to the first token is spent in the queue", evidence
-        )
+        queued = share >= MOSTLY and time.mean > LONG_QUEUE_SECONDS
+        words = f"{share:.0%} of the time to the first token is spent in the queue"
+        return found(holds, f"{words}, {known}") if queued else found(False, words)
     if waiting is None:
-        return Finding(Cause.QUEUE, None, _absent(window, Gauge.WAITING), evidence)
-    return Finding(Cause.QUEUE, False, "nobody waits regularly", evidence)
+        return found(None, _absent(window, Gauge.WAITING))
+    return found(False, "nobody waits regularly")
 
 
 def prefill(window: Window) -> Finding:

@@ -110,13 +110,13 @@ Place = Label | Answer | Always
 
 @dataclass(frozen=True)
 class Stored:
-    """A KV format of an engine: bits of a number, D its head dimension: `bits` + `per_head_bits` / D, metadata included. `alias`: not listed."""
+    """A KV format of an engine: bits of a number, D its head dimension: `bits` + `per_head_bits` / D, metadata included. `alias`: of that one."""
 
     name: str
     bits: float
     per_head_bits: float = 0.0
     note: str = ""
-    alias: bool = False
+    alias: str = ""
 
     def bits_per_number(self, dim: int) -> float:
         """Of K and V on average."""
@@ -153,6 +153,11 @@ class Engine:
     seconds_of_steps: bool = True
     paths: tuple[str, ...] = ("/metrics",)
     advice: Mapping[str, str] = field(default_factory=dict)
+
+    def canonical(self, name: str) -> str:
+        """The name of a format that an alias stands for."""
+        name = name.strip().lower()
+        return next((each.alias for each in self.formats if each.name == name and each.alias), name)
 
     def strip(self, name: str) -> str | None:
         """A name without prefix and `_total`; None if it is of another engine."""

@@ -60,7 +60,7 @@ VLLM = Engine(
     # vllm.md 1.3 and 2.1: what a (token, head) takes of K and V together, in bits, over the 2 D numbers that it holds
     formats=(
         Stored("fp8", 8.0),
-        Stored("fp8_e4m3", 8.0, alias=True),
+        Stored("fp8_e4m3", 8.0, alias="fp8"),
         Stored("fp8_e5m2", 8.0, note="no scales; corrupted Qwen2-VL at 1.0 (vllm#41343)"),
         Stored("fp8_per_token_head", 8.0, 32.0),
         Stored("int8_per_token_head", 8.0, 32.0),
