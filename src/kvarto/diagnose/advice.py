@@ -50,10 +50,6 @@ class Advice:
     how: str
 
 
-def _hits(facts: Facts) -> float:
-    return facts.window.hit_rate or 0.0
-
-
 def _gaps_wait_for_prompts(facts: Facts) -> bool:
     if facts.window.counter(Counter.PREEMPTIONS):
         return False  # the gaps may be of those that were sent back
@@ -67,9 +63,10 @@ def _bound(*causes: Cause) -> Callable[[Facts], bool]:
 
 
 def _prefixes_differ(facts: Facts) -> bool:
-    return (
-        _bound(Cause.CAPACITY, Cause.PREFILL)(facts) and facts.prefix_caching is not False and _hits(facts) < LOW_HITS
-    )
+    hit = facts.window.hit_rate
+    if hit is None or facts.prefix_caching is False:
+        return False
+    return hit < LOW_HITS and _bound(Cause.CAPACITY, Cause.PREFILL)(facts)
 
 
 _KV = (Cause.CAPACITY, Cause.DECODE)
@@ -108,8 +105,15 @@ RULES = (
         "the prefix cache hits next to nothing: a date at the top makes every prompt new",
     ),
     Rule(
+        "more slots",
+        lambda facts: _bound(Cause.QUEUE)(facts) and bool(facts.window.engine.waits_for),
+        "Allow more slots, or add a replica",
+        "each slot needs KV memory: a smaller format pays for more of them with the same bytes",
         "more sequences",
-        _bound(Cause.QUEUE),
+    ),
+    Rule(
+        "more sequences",
+        lambda facts: _bound(Cause.QUEUE)(facts) and not facts.window.engine.waits_for,
         "Allow more sequences in a step, or add a replica",
         "requests wait while there is memory for them",
         "more sequences",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -79,15 +80,18 @@ def diagnose_command(
 def make_report(pages: Sequence[Page], ask: Ask | None, model: str | None, said: Model, head_dim: int) -> Report:
     """From pages to all that is said. Raises UsageError."""
     window = make_window(pages, model)
-    found = diagnose(window, said)
     settings = settings_of(window, ask)
+    if said.weights_bytes is None and Setting.WEIGHTS_BYTES in settings:
+        said = replace(said, weights_bytes=float(settings[Setting.WEIGHTS_BYTES].value))
+    found = diagnose(window, said)
     present = settings.get(Setting.KV_DTYPE)
     name = None if present is None else present.value
     switches = [
         settings[each].on if each in settings else None for each in (Setting.PREFIX_CACHING, Setting.CHUNKED_PREFILL)
     ]
     facts = Facts(window, found, switches[0], switches[1], stored_bits(window.engine, name, head_dim))
-    listed = changes(window, name, head_dim, found.kv_share) if found.cause is not Cause.NOT_KV else []
+    pool = float(settings[Setting.POOL_TOKENS].value) if Setting.POOL_TOKENS in settings else None
+    listed = changes(window, name, head_dim, found.kv_share, pool) if found.cause is not Cause.NOT_KV else []
     return Report(window, found, settings, listed, advise(facts), head_dim)
 
 

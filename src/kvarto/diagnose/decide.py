@@ -33,7 +33,7 @@ MOSTLY = 0.5
 """Of the time: the larger part."""
 KV_SHARE_PAYS = 0.4
 """From this share of a step's bytes on, half the bytes make the step a quarter faster: 1 / (1 - .4 + .4 / 2) = 1.25."""
-LEAST_FIRST_TOKENS, LEAST_GENERATED = 5, 100
+LEAST_FIRST_TOKENS, LEAST_TOKENS = 5, 100
 """With less than that a window says nothing."""
 LEAST_SCRAPES = 5
 """With fewer a gauge is of single moments."""
@@ -85,7 +85,7 @@ def diagnose(window: Window, model: Model | None = None) -> Diagnosis:
     share, why_no_share = kv_share(window, model or Model())
     memory = capacity(window)
     findings = (memory, queue(window, memory.holds), prefill(window), decode(window, share, why_no_share))
-    missing = tuple(dict.fromkeys(window.missing(*_ASKED)))
+    missing = tuple(window.missing(*_ASKED))
     cause, reason = _verdict(window, findings)
     return Diagnosis(cause, reason, findings, overview(window), share, missing, window.notes)
 
@@ -113,8 +113,8 @@ def too_little(window: Window) -> str:
         return ""  # a server that is so full that nothing ends within the window
     if first is not None and first.count < LEAST_FIRST_TOKENS:
         return f"{first.count:.0f} requests got their first token in this window, fewer than {LEAST_FIRST_TOKENS}: watch for longer, under load"
-    if generated is not None and generated < LEAST_GENERATED:
-        return f"{generated:.0f} tokens were generated in this window, fewer than {LEAST_GENERATED}: watch for longer, under load"
+    if generated is not None and (tokens := generated + (window.computed_tokens or 0.0)) < LEAST_TOKENS:
+        return f"{tokens:.0f} tokens went through the model in this window, fewer than {LEAST_TOKENS}: watch for longer, under load"
     if first is None and generated is None:
         return "the page tells neither of first tokens nor of generated ones, so nobody knows whether anything happened"
     return ""
@@ -146,6 +146,8 @@ def capacity(window: Window) -> Finding:
         return found(None, _absent(window, Gauge.WAITING))
     if waiting.share_above(0) < OFTEN:
         return found(False, "nobody waits regularly" + _at_peak(usage))
+    if window.engine.waits_for:
+        return found(False, f"who waits, waits for {window.engine.waits_for}")
     if usage is None:
         return found(None, _absent(window, Gauge.USAGE))
     if (used := _mean_while_waiting(usage, waiting)) >= FULL:
@@ -187,6 +189,8 @@ def queue(window: Window, for_memory: bool | None = False) -> Finding:
     if for_memory:
         return found(False, "who waits, waits for memory")
     known = "and not for KV memory" if for_memory is False else "and for what is not known"
+    if window.engine.waits_for:
+        known = f"for {window.engine.waits_for}"
     holds = True if for_memory is False else None
     if waiting is not None and waiting.share_above(0) >= OFTEN:
         return found(holds, f"{waiting.mean:.1f} requests wait on average, {known}")

@@ -53,19 +53,22 @@ def _codec_bits(name: str, dim: int) -> tuple[float, float]:
     return k, v
 
 
-def changes(window: Window, present: str | None, dim: int, kv_share: float | None) -> list[Change]:
+def changes(
+    window: Window, present: str | None, dim: int, kv_share: float | None, pool_tokens: float | None = None
+) -> list[Change]:
     """For each format of the engine that is smaller than the present one. `present`: its name, None if unknown: then 16 bits are assumed.
 
-    `dim` = D, the head dimension, which metadata are divided by; `kv_share` of a decode step's bytes.
+    `dim` = D, the head dimension, which metadata are divided by; `kv_share` of a decode step's bytes; `pool_tokens` where the page tells none.
     """
     engine, now = window.engine, stored_bits(window.engine, present, dim) or PLAIN_BITS
-    pool, mean = window.gauge(Gauge.POOL_TOKENS), mean_prompt_tokens(window)
+    told, mean = window.gauge(Gauge.POOL_TOKENS), mean_prompt_tokens(window)
+    pool = pool_tokens if told is None else told.values[-1]
     found = []
     for name, bits, note in _offered(engine, dim):
         smaller = now / bits
         if smaller <= 1.01:
             continue
-        tokens = None if pool is None else pool.values[-1] * smaller
+        tokens = None if pool is None else pool * smaller
         requests = None if tokens is None or not mean else tokens / mean
         faster = None if kv_share is None else 1 / (1 - kv_share + kv_share / smaller)
         found.append(Change(name, bits, smaller, tokens, requests, faster, note))

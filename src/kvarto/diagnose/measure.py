@@ -77,6 +77,8 @@ def kv_share(window: Window, model: Model) -> tuple[float | None, str]:
             "" if held is not None else " and --kv-token"
         )
     if held is None:
+        if model.kv_token_bytes is not None:
+            return None, "how many tokens are live is on no page of this engine"
         return None, "how many bytes of keys and values are live is not known: give --kv-token"
     total = held + model.weights_bytes
     return (held / total, "") if total > 0 else (None, "give --weights above zero")

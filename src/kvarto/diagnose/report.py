@@ -78,12 +78,14 @@ def show(report: Report, console: Console) -> None:
     for note in diagnosis.notes:
         console.print(Text(f"note: {note}", "yellow"))
     console.print(_evidence(report))
+    console.print("What limits it")
     console.print(_findings(diagnosis))
     for number, each in enumerate(report.advice, 1):
         console.print(
             Text.assemble(f"{number}. ", (each.says, "bold"), f": {each.because}", f" ({each.how})" if each.how else "")
         )
     if report.changes:
+        console.print("\nWhat a format would change")
         console.print(_changes(report))
         for line in (*_notes(report.changes), _caveat(report)):
             console.print(Text(line, "dim"))
@@ -91,15 +93,15 @@ def show(report: Report, console: Console) -> None:
         console.print(Text("not told: " + "; ".join(diagnosis.missing), "dim"))
 
 
-def _table(title: str, *headings: str, right: Sequence[str] = ()) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+def _table(*headings: str, right: Sequence[str] = ()) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for heading in headings:
         table.add_column(heading, justify="right" if heading in right else "left", overflow="fold")
     return table
 
 
 def _evidence(report: Report) -> Table:
-    table = _table("What was seen", "", " ")
+    table = _table("", " ")
     table.show_header = False
     for each in report.diagnosis.evidence:
         table.add_row(each.name, Text(each.shown))
@@ -110,7 +112,7 @@ def _evidence(report: Report) -> Table:
 
 
 def _findings(diagnosis: Diagnosis) -> Table:
-    table = _table("What limits it", "cause", "holds", "because")
+    table = _table("cause", "holds", "because")
     for each in diagnosis.findings:
         table.add_row(str(each.cause), _HOLDS[each.holds], Text(each.reason))
     return table
@@ -120,7 +122,7 @@ def _changes(report: Report) -> Table:
     """Columns in which nothing is known are left out."""
     rows = [(each, _cells(each)) for each in report.changes]
     shown = [name for name in _COLUMNS if any(cells[name] for _, cells in rows)]
-    table = _table("What a format would change", "format", *shown, right=shown)
+    table = _table("format", *shown, right=shown)
     table.columns[0].no_wrap = True
     for each, cells in rows:
         table.add_row(Text(each.name), *(cells[name] for name in shown))

@@ -64,6 +64,8 @@ class Setting(StrEnum):
     VERSION = "version"
     MODEL = "model"
     WEIGHTS_DTYPE = "dtype of the model"
+    POOL_TOKENS = "tokens that fit"  # this and the next one where the metrics page does not tell
+    WEIGHTS_BYTES = "bytes of weights"
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,7 @@ class Engine:
     absent        signals that no version tells, and what to do about it
     model_label   the label that names the model
     seconds_of_steps  whether Counter.*_SECONDS are of steps; else each request counts the same step
+    waits_for     what whoever waits lacks, where the engine lets nobody wait for KV memory
     paths         where its page is, most likely first
     """
 
@@ -151,6 +154,7 @@ class Engine:
     absent: Mapping[Gauge | Counter | Timing, str] = field(default_factory=dict)
     model_label: str = "model_name"
     seconds_of_steps: bool = True
+    waits_for: str = ""
     paths: tuple[str, ...] = ("/metrics",)
     advice: Mapping[str, str] = field(default_factory=dict)
 

@@ -124,11 +124,12 @@ class Window:
     def missing(self, *signals: Gauge | Counter | Timing) -> list[str]:
         """Those that the engine does not tell, in words."""
         asked = {Gauge: self.gauge, Counter: self.counter, Timing: self.timing}
-        return [
+        words = [
             self.engine.absent.get(signal, f"{signal.value}: not on this page")
             for signal in signals
             if asked[type(signal)](signal) is None  # type: ignore[operator]
         ]
+        return list(dict.fromkeys(words))
 
     def label(self, name: str, label: str) -> str | None:
         """The value of a label of an info metric, of the last page."""

@@ -31,7 +31,8 @@ LLAMACPP = Engine(
     settings={
         Setting.VERSION: (Answer("/props", ("build_info",)),),
         Setting.MODEL: (Answer("/props", ("model_path",)),),
-        Setting.CONTINUOUS_BATCHING: (Always("on", "the server's default; --no-cont-batching is told nowhere"),),
+        Setting.WEIGHTS_BYTES: (Answer("/v1/models", ("data", "0", "meta", "size")),),
+        Setting.CHUNKED_PREFILL: (Always("on", "a step takes at most n_batch tokens"),),
         Setting.PAGED_KV: (Always("off", "one buffer for all slots (unified KV) or a part for each: no pages"),),
     },
     # ggml: blocks of 32 numbers with a 16-bit scale (and a minimum in the _1 types)
@@ -43,6 +44,7 @@ LLAMACPP = Engine(
         Stored("q4_0", 4.5),
         Stored("iq4_nl", 4.5),
     ),
+    waits_for="a slot, which -c divided by -np pays for in KV memory",
     plain=("f16", "bf16", "f32"),
     seconds_of_steps=False,  # each slot adds the time of a step that it shares with others
     absent={
