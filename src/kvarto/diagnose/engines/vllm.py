@@ -65,6 +65,7 @@ VLLM = Engine(
         Stored("fp8_per_token_head", 8.0, 32.0),
         Stored("int8_per_token_head", 8.0, 32.0),
         Stored("nvfp4", 4.5, note="Blackwell"),
+        Stored("nvfp4_4over6", 4.5, note="Blackwell"),
         Stored("int4_per_token_head", 4.0, 32.0),
         Stored("turboquant_k8v4", 6.0, 16.0),
         Stored("turboquant_4bit_nc", 4.0, 24.0, note=_BOUNDARY),
