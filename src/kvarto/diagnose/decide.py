@@ -19,6 +19,7 @@ from kvarto.diagnose.measure import (
     kv_share,
     mean_prompt_tokens,
     overview,
+    pool_tokens,
     prefill_share,
     timing_evidence,
 )
@@ -135,16 +136,15 @@ def capacity(window: Window) -> Finding:
     def found(holds: bool | None, reason: str) -> Finding:
         return Finding(Cause.CAPACITY, holds, reason, evidence)
 
+    often = waiting is not None and waiting.share_above(0) >= OFTEN
     if preempted:
-        if usage is None or usage.peak >= FULL or window.lifetime:
+        if usage is None or usage.peak >= FULL or often or window.lifetime:
             return found(True, f"{preempted:.0f} requests were preempted for want of blocks" + _at_peak(usage))
-        return found(
-            None,
-            f"{preempted:.0f} requests were preempted, but the pool was never seen above {usage.peak:.0%}: scrape more often",
-        )
+        words = f"{preempted:.0f} requests were preempted, but nobody waits and the pool was never seen above {usage.peak:.0%}"
+        return found(None, f"{words}: scrape more often")
     if waiting is None:
         return found(None, _absent(window, Gauge.WAITING))
-    if waiting.share_above(0) < OFTEN:
+    if not often:
         return found(False, "nobody waits regularly" + _at_peak(usage))
     if window.engine.waits_for:
         return found(False, f"who waits, waits for {window.engine.waits_for}")
@@ -163,9 +163,9 @@ def _preempted(window: Window) -> float | None:
 
 def _does_the_next_fit(window: Window, usage: Series, evidence: tuple[Evidence, ...]) -> Finding:
     """Requests wait and the pool is not full: is what is free enough for a prompt of the usual length?"""
-    pool, mean = window.gauge(Gauge.POOL_TOKENS), mean_prompt_tokens(window)
-    if pool is not None and mean is not None and pool.values[-1] > 0:
-        free = (1 - usage.mean) * pool.values[-1]
+    pool, mean = pool_tokens(window), mean_prompt_tokens(window)
+    if pool is not None and mean is not None and pool > 0:
+        free = (1 - usage.mean) * pool
         if free < mean:
             reason = f"requests wait: {free:,.0f} tokens are free, and a prompt has {mean:,.0f} on average"
             return Finding(Cause.CAPACITY, True, reason, evidence)

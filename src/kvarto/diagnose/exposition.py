@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from kvarto.errors import UsageError
 
 _NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
+_TYPE = re.compile(r"#\s*TYPE\s+([a-zA-Z_:][a-zA-Z0-9_:]*)\s")
 _LABEL = re.compile(r'\s*([a-zA-Z_][a-zA-Z0-9_]*)\s*=\s*"((?:[^"\\]|\\.)*)"\s*(?:,|(?=\}))')
 _ESCAPES = {r"\\": "\\", r"\"": '"', r"\n": "\n"}
 _ESCAPE = re.compile(r'\\[\\n"]')
@@ -31,11 +32,15 @@ class Sample:
 
 @dataclass(frozen=True)
 class Page:
-    """One scrape. `samples`: by the name as it stands there. `at_seconds`: Unix time, None if nobody knows. `origin`: for messages."""
+    """One scrape. `samples`: by the name as it stands there. `at_seconds`: Unix time, None if nobody knows. `origin`: for messages.
+
+    `declared`: names of which it gives the type; with labels of which none was seen yet, that is all that stands there.
+    """
 
     samples: Mapping[str, tuple[Sample, ...]]
     origin: str = "metrics"
     at_seconds: float | None = None
+    declared: frozenset[str] = frozenset()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.samples)
@@ -45,16 +50,19 @@ def parse(text: str, origin: str = "metrics", at_seconds: float | None = None) -
     """Read a page. Raises UsageError if it is empty, something else (HTML, JSON), or has a line that is no sample."""
     _refuse_other(text, origin)
     found: dict[str, list[Sample]] = {}
+    declared = set()
     for number, line in enumerate(text.splitlines(), 1):
         line = line.strip()
-        if line and not line.startswith("#"):
+        if declaration := _TYPE.match(line):
+            declared.add(declaration.group(1))
+        elif line and not line.startswith("#"):
             name, sample = _sample(line, f"{origin}, line {number}")
             found.setdefault(name, []).append(sample)
     if not found:
         raise UsageError(
             origin, "a metrics page of an engine", "one without a number in it", "is the engine still loading?"
         )
-    return Page({name: tuple(samples) for name, samples in found.items()}, origin, at_seconds)
+    return Page({name: tuple(samples) for name, samples in found.items()}, origin, at_seconds, frozenset(declared))
 
 
 def _refuse_other(text: str, origin: str) -> None:

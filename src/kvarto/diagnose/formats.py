@@ -37,7 +37,7 @@ def stored_bits(engine: Engine, name: str | None, dim: int) -> float | None:
         return None
     name = name.strip().lower()
     if name in engine.plain:
-        return 32.0 if name in ("f32", "float32") else PLAIN_BITS
+        return 32.0 if name in ("f32", "fp32", "float32") else PLAIN_BITS
     if engine.name == "kvarto":
         head = name.split("+")[0]
         sides = head.split("/") * 2 if "/" not in head else head.split("/")

@@ -9,6 +9,9 @@ from kvarto.diagnose.exposition import Histogram
 from kvarto.diagnose.signals import Counter, Gauge, Timing
 from kvarto.diagnose.window import Series, Window
 
+LEAST_USE = 0.05
+"""From a pool that is emptier than that nobody can tell how dense it is when full."""
+
 
 @dataclass(frozen=True)
 class Evidence:
@@ -98,6 +101,16 @@ def live_tokens(window: Window) -> float | None:
     if live is not None:
         return live.mean
     return None if usage is None or pool is None else usage.mean * pool.values[-1]
+
+
+def pool_tokens(window: Window) -> float | None:
+    """Tokens that the pool has room for, as told, or as dense as what is in it now."""
+    told, live, usage = (window.gauge(each) for each in (Gauge.POOL_TOKENS, Gauge.LIVE_TOKENS, Gauge.USAGE))
+    if told is not None:
+        return told.values[-1]
+    if live is None or usage is None or usage.mean < LEAST_USE:
+        return None
+    return live.mean / usage.mean
 
 
 def mean_prompt_tokens(window: Window) -> float | None:

@@ -16,6 +16,7 @@ from kvarto.diagnose.signals import At, Counter, Engine, Gauge, Timing
 from kvarto.errors import UsageError
 
 _STARTED = "process_start_time_seconds"
+_NOTHING = Histogram((math.inf,), (0.0,), 0.0)
 _NOT_ADDED = (Gauge.USAGE, Gauge.HIT_RATE, Gauge.BLOCK_TOKENS, Gauge.BUSY_SLOTS)
 """Of several engines behind one page the largest counts; of other gauges the sum."""
 
@@ -52,7 +53,7 @@ class Window:
 
     def __post_init__(self) -> None:
         for page in self.pages:
-            for name in page:
+            for name in (*page, *page.declared):
                 if (bare := self.engine.strip(name)) is not None:
                     self._names.setdefault(bare, name)
 
@@ -91,6 +92,8 @@ class Window:
         for place in self.engine.timings.get(signal, ()):
             name = self._names.get(f"{place.name}_count") or self._names.get(f"{place.name}_bucket")
             if name is None:
+                if place.name in self._names:  # its type stands there, and no label was seen yet
+                    return _NOTHING
                 continue
             name = name.removesuffix("_count").removesuffix("_bucket")
             last = histogram(self.pages[-1], name)

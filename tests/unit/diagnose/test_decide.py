@@ -46,6 +46,12 @@ def test_preemptions_in_a_pool_that_was_never_seen_full_are_not_guessed_about():
     assert found.cause is not Cause.CAPACITY
 
 
+def test_preemptions_while_others_wait_are_capacity_even_if_what_is_free_never_looked_little():
+    """A pool of few large blocks is full long before it is held to 90 %."""
+    found = diagnose(window(*(pages.vllm(requests=20 * n, preempted=5 * n, usage=0.6, waiting=3) for n in range(1, 7))))
+    assert found.cause is Cause.CAPACITY
+
+
 def test_one_preemption_in_a_thousand_requests_limits_nothing():
     made = window(*(pages.vllm(requests=1000 * n, preempted=n // 6, usage=0.95) for n in range(1, 7)))
     assert holds(diagnose(made), Cause.CAPACITY) is False
@@ -61,6 +67,19 @@ def test_a_queue_in_a_pool_too_full_for_the_next_prompt_is_capacity():
     found = diagnose(busy(usage=0.8, waiting=2, blocks=200))  # 640 of 3,200 tokens are free, and a prompt has 1,000
     assert found.cause is Cause.CAPACITY
     assert "640 tokens are free" in found.reason
+
+
+def test_the_pool_may_be_known_from_what_is_in_it_alone():
+    """1,600 tokens fill 40 %, so 2,400 more would fit, and a prompt has 3,000."""
+    text = (
+        "kvarto_pool_bytes 8e9\nkvarto_num_requests_running 4\nkvarto_num_requests_waiting 3\nkvarto_kv_cache_usage_ratio 0.4\n"
+        "kvarto_live_tokens 1600\nkvarto_prompt_tokens_total %d\n"
+    )
+    made = [
+        parse(text % (length * 20 * n) + pages.text_of({}, {"kvarto_time_to_first_token_seconds": (20 * n, 0.5)}))
+        for length, n in ((3000, 1), (3000, 2))
+    ]
+    assert diagnose(window(*made)).cause is Cause.CAPACITY
 
 
 def test_long_prompts_and_short_answers_are_prefill():

@@ -108,6 +108,14 @@ def test_what_is_not_there_is_none_and_named():
     assert seen.missing(Gauge.USAGE, Gauge.RUNNING) == [f"{Gauge.USAGE.value}: not on this page"]
 
 
+def test_a_type_without_samples_is_nothing_yet_and_not_missing():
+    text = "kvarto_pool_bytes 1\n# TYPE kvarto_time_to_first_token_seconds histogram\n# TYPE kvarto_prompt_tokens_total counter\n"
+    seen = window(text)
+    assert seen.timing(Timing.TTFT).count == 0
+    assert seen.counter(Counter.PROMPT_TOKENS) == 0
+    assert seen.missing(Timing.TTFT, Timing.E2E) == [f"{Timing.E2E.value}: not on this page"]
+
+
 def test_two_models_need_a_name():
     text = 'vllm:num_requests_running{model_name="a"} 1\nvllm:num_requests_running{model_name="b"} 5\n'
     with pytest.raises(UsageError, match=re.escape("2: a, b")):

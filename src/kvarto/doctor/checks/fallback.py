@@ -7,26 +7,26 @@ from collections.abc import Iterator
 from kvarto.diagnose.exposition import Page
 from kvarto.diagnose.signals import Counter
 from kvarto.doctor.check import Check, Outcome, Status
+from kvarto.doctor.checks.format import is_plain
 from kvarto.doctor.rollout import Arm, Rollout
 from kvarto.errors import KvartoError, Unreachable
 
-_PLAIN = "bf16"
-_OURS = ("X-KV-Format", _PLAIN)
+_HEADER = "X-KV-Format"
 _COUNT = "kvarto_requests_total"
 
 
 def fallback(rollout: Rollout) -> Iterator[Outcome]:
-    """The baseline generates a token; or the candidate itself does, in 16 bits, where formats live side by side."""
-    name, arm = "fallback", rollout.baseline
-    fields = {}
-    if arm is None and offers(rollout.candidate, _PLAIN):
-        arm, fields = rollout.candidate, {"kv_format": _PLAIN}
+    """The baseline generates a token; or the candidate itself does, in 16 bits or more, where formats live side by side."""
+    name, arm, plain = "fallback", rollout.baseline, plain_offered(rollout.candidate)
+    fields: dict[str, str] = {}
+    if arm is None and plain is not None:
+        arm, fields = rollout.candidate, {"kv_format": plain}
     if arm is None or not arm.is_live:
         yield Outcome(name, Status.ASK, "no live baseline was named", "name it: --baseline URL")
     elif not rollout.may_send:
         yield Outcome(name, Status.ASK, "nothing was sent (--no-requests)", f"send a request to {arm.source}")
     else:
-        where = f"{arm.source} in {_PLAIN}" if fields else arm.source
+        where = f"{arm.source} in {plain}" if fields else arm.source
         try:
             arm.complete(seconds=rollout.answer_seconds, fields=fields)
         except Unreachable as error:
@@ -57,26 +57,20 @@ def off_switch(rollout: Rollout) -> Iterator[Outcome]:
 
 def _in_one_engine(rollout: Rollout) -> Outcome:
     """kvarto: a header names the format of a request, and requests are counted by format."""
-    name, candidate = "off switch", rollout.candidate
-    header, value = rollout.off_header or _OURS
+    name, candidate, plain = "off switch", rollout.candidate, plain_offered(rollout.candidate)
+    if plain is None:
+        return Outcome(name, Status.FAIL, "it serves no format of 16 bits to switch to", "kvarto serve --also bf16")
+    header, value = rollout.off_header or (_HEADER, plain)
     try:
-        before = _served(candidate.scrape().pages[-1], _PLAIN)
+        before = _served(candidate.scrape().pages[-1], plain)
         candidate.complete(seconds=rollout.answer_seconds, headers={header: value})
-        after = _served(candidate.scrape().pages[-1], _PLAIN)
+        after = _served(candidate.scrape().pages[-1], plain)
     except KvartoError as error:
-        return Outcome(name, Status.FAIL, str(error), f"serve {_PLAIN} too: kvarto serve --also {_PLAIN}")
+        return Outcome(name, Status.FAIL, str(error), "does the engine know the header?")
+    sent = f"a request with {header}: {value}"
     if after > before:
-        return Outcome(
-            name,
-            Status.PASS,
-            f"a request with {header}: {value} was served in {_PLAIN} ({_COUNT}: {before:.0f} to {after:.0f})",
-        )
-    return Outcome(
-        name,
-        Status.FAIL,
-        f"a request with {header}: {value} was not counted as {_PLAIN}",
-        "the header did not reach the engine",
-    )
+        return Outcome(name, Status.PASS, f"{sent} was served in {plain} ({_COUNT}: {before:.0f} to {after:.0f})")
+    return Outcome(name, Status.FAIL, f"{sent} was not counted as {plain}", "the header did not reach the engine")
 
 
 def _served(page: Page, kv_format: str) -> float:
@@ -113,12 +107,13 @@ def _prompted(arm: Arm) -> float | None:
     return window.counter(Counter.PROMPT_TOKENS) if window.computed_tokens is None else window.computed_tokens
 
 
-def offers(arm: Arm, kv_format: str) -> bool:
-    """Whether a kvarto server has the format too."""
-    if arm.engine is None or arm.engine.name != "kvarto" or not arm.is_live:
-        return False
-    samples = arm.window.pages[-1].samples.get("kvarto_formats_info", ()) if arm.window else ()
-    return any(sample.labels.get("kv_format") == kv_format for sample in samples)
+def plain_offered(arm: Arm) -> str | None:
+    """A format of 16 bits or more that a kvarto server has too."""
+    if arm.engine is None or arm.window is None or arm.engine.name != "kvarto" or not arm.is_live:
+        return None
+    samples = arm.window.pages[-1].samples.get("kvarto_formats_info", ())
+    names = [sample.labels.get("kv_format", "") for sample in samples]
+    return next((name for name in names if name and is_plain(arm.engine, name)), None)
 
 
 CHECKS = (
