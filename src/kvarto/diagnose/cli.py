@@ -18,9 +18,9 @@ from kvarto.diagnose.formats import changes, stored_bits
 from kvarto.diagnose.measure import Model
 from kvarto.diagnose.report import Report, as_json, markdown, show
 from kvarto.diagnose.scrape import Live, get_json, is_url, read_pages
-from kvarto.diagnose.settings import Ask, settings_of
+from kvarto.diagnose.settings import Ask, Told, settings_of
 from kvarto.diagnose.signals import Setting
-from kvarto.diagnose.window import make_window
+from kvarto.diagnose.window import Window, make_window
 from kvarto.errors import UsageError
 
 _UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
@@ -84,15 +84,22 @@ def make_report(pages: Sequence[Page], ask: Ask | None, model: str | None, said:
     if said.weights_bytes is None and Setting.WEIGHTS_BYTES in settings:
         said = replace(said, weights_bytes=float(settings[Setting.WEIGHTS_BYTES].value))
     found = diagnose(window, said)
-    present = settings.get(Setting.KV_DTYPE)
-    name = None if present is None else present.value
+    bits = _present_bits(window, settings, head_dim)
     switches = [
         settings[each].on if each in settings else None for each in (Setting.PREFIX_CACHING, Setting.CHUNKED_PREFILL)
     ]
-    facts = Facts(window, found, switches[0], switches[1], stored_bits(window.engine, name, head_dim))
+    facts = Facts(window, found, switches[0], switches[1], bits)
     pool = float(settings[Setting.POOL_TOKENS].value) if Setting.POOL_TOKENS in settings else None
-    listed = changes(window, name, head_dim, found.kv_share, pool) if found.cause is not Cause.NOT_KV else []
+    listed = [] if found.cause is Cause.NOT_KV else changes(window, bits, head_dim, found.kv_share, pool)
     return Report(window, found, settings, listed, advise(facts), head_dim)
+
+
+def _present_bits(window: Window, settings: Mapping[Setting, Told], head_dim: int) -> float | None:
+    """Of the format that serves, as the engine tells, or by its name; None if that says nothing."""
+    if Setting.KV_BITS in settings:
+        return float(settings[Setting.KV_BITS].value)
+    present = settings.get(Setting.KV_DTYPE)
+    return None if present is None else stored_bits(window.engine, present.value, head_dim)
 
 
 def gather(

@@ -54,13 +54,13 @@ def _codec_bits(name: str, dim: int) -> tuple[float, float]:
 
 
 def changes(
-    window: Window, present: str | None, dim: int, kv_share: float | None, pool_tokens: float | None = None
+    window: Window, now: float | None, dim: int, kv_share: float | None, pool_tokens: float | None = None
 ) -> list[Change]:
-    """For each format of the engine that is smaller than the present one. `present`: its name, None if unknown: then 16 bits are assumed.
+    """For each format of the engine that is smaller than the present one. `now`: its bits per number, None if unknown: then 16 are assumed.
 
     `dim` = D, the head dimension, which metadata are divided by; `kv_share` of a decode step's bytes; `pool_tokens` where the page tells none.
     """
-    engine, now = window.engine, stored_bits(window.engine, present, dim) or PLAIN_BITS
+    engine, now = window.engine, now or PLAIN_BITS
     told, mean = window.gauge(Gauge.POOL_TOKENS), mean_prompt_tokens(window)
     pool = pool_tokens if told is None else told.values[-1]
     found = []

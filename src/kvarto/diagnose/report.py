@@ -159,7 +159,7 @@ def _count(number: float | None) -> str:
 
 def _caveat(report: Report) -> str:
     present = report.present
-    now = "16 bits, which the engine does not tell" if present is None else f"{present.value}"
+    now = "16 bits, which the engine does not tell" if present is None else present.value
     return f"Against {now}, with heads of {report.assumed_dim}. Room is arithmetic; steps are upper bounds, real kernels reach less."
 
 

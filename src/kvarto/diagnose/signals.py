@@ -66,6 +66,7 @@ class Setting(StrEnum):
     WEIGHTS_DTYPE = "dtype of the model"
     POOL_TOKENS = "tokens that fit"  # this and the next one where the metrics page does not tell
     WEIGHTS_BYTES = "bytes of weights"
+    KV_BITS = "bits of a cached number"
 
 
 @dataclass(frozen=True)

@@ -152,7 +152,7 @@ def test_held_bytes_of_kvarto_need_no_bytes_of_a_token():
 
 def test_what_a_format_changes_is_bits_over_bits_and_a_bound():
     made = busy(usage=0.98, waiting=5)
-    found = {each.name: each for each in changes(made, "auto", 128, 0.5)}
+    found = {each.name: each for each in changes(made, 16.0, 128, 0.5)}
     assert found["fp8"].pool_tokens == 2 * 16000
     assert found["fp8"].faster_at_most == pytest.approx(1 / (0.5 + 0.25))
     assert found["int4_per_token_head"].bits_per_number == 4.25
@@ -160,9 +160,7 @@ def test_what_a_format_changes_is_bits_over_bits_and_a_bound():
         134 * 8 / 256
     )  # 134 bytes of K and V for 2 x 128 numbers (facts of its code)
     assert found["turboquant_k8v4"].bits_per_number == pytest.approx(196 * 8 / 256)
-    assert {each.name for each in changes(made, "fp8", 128, None)}.isdisjoint(
-        {"fp8", "fp8_e5m2", "int8_per_token_head"}
-    )
+    assert {each.name for each in changes(made, 8.0, 128, None)}.isdisjoint({"fp8", "fp8_e5m2", "int8_per_token_head"})
 
 
 def test_bits_of_a_present_format():

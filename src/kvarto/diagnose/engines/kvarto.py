@@ -45,6 +45,7 @@ KVARTO = Engine(
         Setting.MODEL: (Answer("/v1/models", ("data", "0", "root")), Label("formats_info", "model")),
         Setting.BACKEND: (Label("formats_info", "kernel"),),
         Setting.WEIGHTS_DTYPE: (Answer("/v1/models", (*_MODEL, "dtype")),),
+        Setting.KV_BITS: (Answer("/v1/models", (*_MODEL, "formats", "0", "bits_per_number")),),
         Setting.POOL_TOKENS: (Answer("/v1/models", (*_MODEL, "formats", "0", "capacity_tokens")),),
         Setting.PREFIX_CACHING: (Always("on", "sealed pages are always shared by prefix"),),
         Setting.CHUNKED_PREFILL: (Always("on", "a step computes at most --step-tokens"),),
