@@ -13,11 +13,10 @@ from rich.console import Console
 
 from kvarto.diagnose.advice import Facts, advise
 from kvarto.diagnose.decide import Cause, diagnose
-from kvarto.diagnose.exposition import Page
 from kvarto.diagnose.formats import changes, stored_bits
 from kvarto.diagnose.measure import Model
 from kvarto.diagnose.report import Report, as_json, markdown, show
-from kvarto.diagnose.scrape import Live, get_json, is_url, read_pages
+from kvarto.diagnose.scrape import Live, Watched, get_json, is_url, read_pages
 from kvarto.diagnose.settings import Ask, Told, settings_of
 from kvarto.diagnose.signals import Setting
 from kvarto.diagnose.window import Window, make_window
@@ -66,8 +65,8 @@ def diagnose_command(
     said = Model(_bytes("--weights", weights), _bytes("--kv-token", kv_token))
     if head_dim % 8:
         raise UsageError("--head-dim", "a multiple of 8", head_dim)
-    pages, ask = gather(sources, seconds, every, save, read_headers(header or ()), timeout)
-    report = make_report(pages, ask, model, said, head_dim)
+    watched, ask = gather(sources, seconds, every, save, read_headers(header or ()), timeout)
+    report = make_report(watched, ask, model, said, head_dim)
     if as_json_:
         typer.echo(json.dumps(as_json(report), indent=2))
     elif as_markdown:
@@ -77,9 +76,9 @@ def diagnose_command(
     raise typer.Exit(_INCONCLUSIVE if report.diagnosis.cause is Cause.UNKNOWN else 0)
 
 
-def make_report(pages: Sequence[Page], ask: Ask | None, model: str | None, said: Model, head_dim: int) -> Report:
+def make_report(watched: Watched, ask: Ask | None, model: str | None, said: Model, head_dim: int) -> Report:
     """From pages to all that is said. Raises UsageError."""
-    window = make_window(pages, model)
+    window = make_window(watched.pages, model, watched.notes)
     settings = settings_of(window, ask)
     if said.weights_bytes is None and Setting.WEIGHTS_BYTES in settings:
         said = replace(said, weights_bytes=float(settings[Setting.WEIGHTS_BYTES].value))
@@ -104,19 +103,19 @@ def _present_bits(window: Window, settings: Mapping[Setting, Told], head_dim: in
 
 def gather(
     sources: Sequence[str], seconds: float, every: float, save: Path | None, headers: Mapping[str, str], timeout: float
-) -> tuple[list[Page], Ask | None]:
+) -> tuple[Watched, Ask | None]:
     """Pages of one address or of files, and how to ask the address for more. Raises UsageError or Unreachable."""
     urls = [source for source in sources if is_url(source)]
     if urls and len(sources) > 1:
         raise UsageError("URL|FILE", "one address, or files", ", ".join(sources[:3]), "diagnose engines one by one")
     if not urls:
-        return read_pages([Path(source) for source in sources]), None
+        return Watched(read_pages([Path(source) for source in sources]), []), None
     live = Live(urls[0], headers, timeout)
     if save is not None:
         _make_folder(save)
     console = Console(stderr=True)
     with console.status("watching ...") as status:
-        pages = live.watch(
+        watched = live.watch(
             seconds, every, save=save,
             told=lambda count, left: status.update(f"watching {live.base}: {count} scrapes, {left:.0f} s left"),
         )  # fmt: skip
@@ -124,7 +123,7 @@ def gather(
     def ask(path: str) -> Any:
         return get_json(live.base + path, headers=headers, seconds=timeout)
 
-    return pages, ask
+    return watched, ask
 
 
 def _make_folder(folder: Path) -> None:

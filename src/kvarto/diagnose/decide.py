@@ -139,7 +139,8 @@ def capacity(window: Window) -> Finding:
     often = waiting is not None and waiting.share_above(0) >= OFTEN
     if preempted:
         if usage is None or usage.peak >= FULL or often or window.lifetime:
-            return found(True, f"{preempted:.0f} requests were preempted for want of blocks" + _at_peak(usage))
+            since = " since the engine's start" if window.lifetime else ""
+            return found(True, f"{preempted:.0f} requests were preempted for want of blocks{since}" + _at_peak(usage))
         words = f"{preempted:.0f} requests were preempted, but nobody waits and the pool was never seen above {usage.peak:.0%}"
         return found(None, f"{words}: scrape more often")
     if waiting is None:

@@ -11,24 +11,39 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvarto.diagnose.exposition import Page, parse
+from kvarto.diagnose.window import slim
 from kvarto.errors import Unreachable, UsageError
 from kvarto.files import write_whole
 
 MOST_BYTES = 32 * 2**20
 """A page of an engine has some 100 KB; many engines behind one address some MB."""
+MOST_SCRAPES = 2000
+"""A longer window is watched less often."""
 _PATHS = ("/metrics", "/prometheus/metrics")
 _CHUNK_BYTES = 65536
 _STAMP = re.compile(r"\A# scraped at ([0-9]+(?:\.[0-9]+)?)\s*$", re.MULTILINE)
 _HINTS = {
     401: "give a key: --header 'Authorization: Bearer ...'",
     403: "give a key: --header 'Authorization: Bearer ...'",
+    **dict.fromkeys((301, 302, 303, 307, 308), "give that address"),
     404: "are its metrics on? SGLang: --enable-metrics, llama.cpp: --metrics",
     501: "llama.cpp: start it with --metrics",
 }
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """A redirect is an answer: following it could take a key to somebody else."""
+
+    def redirect_request(self, *_: Any) -> None:
+        """None: it is an HTTPError."""
+
+
+_OPENER = urllib.request.build_opener(_NoRedirect)
 
 
 def is_url(text: str) -> bool:
@@ -63,12 +78,14 @@ def get(
     deadline = time.monotonic() + seconds
     try:
         request = urllib.request.Request(url, data=data, headers=sent)
-        with urllib.request.urlopen(request, timeout=seconds) as answer:
+        with _OPENER.open(request, timeout=seconds) as answer:
             return _read(answer, url, deadline, seconds)
     except urllib.error.HTTPError as error:
         with error:
             said = error.read(400).decode(errors="replace")
         said = " ".join(re.sub(r"<[^>]*>", " ", said).split())[:120]
+        where = error.headers.get("Location", "") if 300 <= error.code < 400 else ""
+        said = f"to {where[:120]}" if where else said
         reason = f"answered {error.code} {error.reason}".rstrip() + (f" ({said})" if said else "")
         raise Unreachable(url, reason, _HINTS.get(error.code, "")) from error
     except urllib.error.URLError as error:
@@ -114,6 +131,14 @@ def get_json(url: str, **options: Any) -> Any:
         raise Unreachable(url, "answered with something that is no JSON") from error
 
 
+@dataclass(frozen=True)
+class Watched:
+    """Pages, and what is to be said of how they came about."""
+
+    pages: list[Page]
+    notes: list[str]
+
+
 class Live:
     """The metrics page of a running engine. `headers`: such as a key; they are never shown."""
 
@@ -152,21 +177,38 @@ class Live:
         *,
         save: Path | None = None,
         told: Callable[[int, float], None] = lambda _count, _left: None,
-    ) -> list[Page]:
-        """Scrapes from now until `seconds` from now. `save`: a folder that gets them as files. `told`: after each, how many, and seconds left."""
-        begin, pages = time.monotonic(), []
-        while True:
-            text, address = self.text()
-            at = time.time()
-            pages.append(parse(text, address, at))
-            if save is not None:
-                stamp = f"# scraped at {at:.3f}\n"
-                write_whole(save / f"{len(pages):04}.prom", (stamp + text).encode())
-            left = begin + seconds - time.monotonic()
-            told(len(pages), max(0.0, left))
-            if left <= 0:
-                return pages
-            time.sleep(min(left, max(0.0, begin + every_seconds * len(pages) - time.monotonic())))
+    ) -> Watched:
+        """Scrapes from now until `seconds` from now, or until somebody interrupts.
+
+        `save`: a folder that gets them as files. `told`: after each, how many, and seconds left. A busy engine may miss a scrape: that is noted.
+        Raises Unreachable if the first is missed, or most of them.
+        """
+        begin, every = time.monotonic(), max(every_seconds, seconds / MOST_SCRAPES)
+        pages, notes, missed = [self._keep(save, 1)], [], 0
+        told(1, seconds)
+        try:
+            while (left := begin + seconds - time.monotonic()) > 0:
+                time.sleep(max(0.0, min(left, begin + every * (len(pages) + missed) - time.monotonic())))
+                try:
+                    pages.append(self._keep(save, len(pages) + 1))
+                except Unreachable as error:
+                    missed, last = missed + 1, error
+                    if missed > max(2, len(pages)):
+                        raise
+                told(len(pages), max(0.0, begin + seconds - time.monotonic()))
+        except KeyboardInterrupt:
+            notes.append(f"interrupted after {time.monotonic() - begin:.0f} of {seconds:.0f} s")
+        if missed:
+            notes.append(f"{missed} of {missed + len(pages)} scrapes were not answered ({last.reason})")
+        return Watched(pages, notes)
+
+    def _keep(self, save: Path | None, number: int) -> Page:
+        text, address = self.text()
+        at = time.time()
+        page = slim(parse(text, address, at))
+        if save is not None:
+            write_whole(save / f"{number:05}.prom", (f"# scraped at {at:.3f}\n" + text).encode())
+        return page
 
 
 def read_pages(paths: Sequence[Path]) -> list[Page]:

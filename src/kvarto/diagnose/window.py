@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from kvarto.diagnose.engines import registry
 from kvarto.diagnose.exposition import Histogram, Page, Sample, histogram
-from kvarto.diagnose.signals import At, Counter, Engine, Gauge, Timing
+from kvarto.diagnose.signals import At, Counter, Engine, Gauge, Label, Timing
 from kvarto.errors import UsageError
 
 _STARTED = "process_start_time_seconds"
@@ -135,9 +135,10 @@ class Window:
         return list(dict.fromkeys(words))
 
     def label(self, name: str, label: str) -> str | None:
-        """The value of a label of an info metric, of the last page."""
+        """The value of a label of an info metric, of the last page; None also if there are several, of which nobody knows the one that is meant."""
         samples = self.pages[-1].samples.get(self._names.get(name, ""), ())
-        return next((sample.labels[label] for sample in samples if label in sample.labels), None)
+        values = {sample.labels[label] for sample in samples if label in sample.labels}
+        return values.pop() if len(values) == 1 else None
 
     def _samples(self, page: Page, place: At) -> list[Sample]:
         found = page.samples.get(self._names.get(place.name, ""), ())
@@ -155,14 +156,12 @@ class Window:
         return Series((blocks.values[-1] * tokens.values[-1],))
 
 
-def make_window(pages: Sequence[Page], model: str | None = None) -> Window:
+def make_window(pages: Sequence[Page], model: str | None = None, notes: Sequence[str] = ()) -> Window:
     """The window from the last start of the engine on. Raises UsageError for pages of no engine that we know, of two, or of two models."""
     engine = _engine_of(pages)
-    pages = [_only_model(page, engine, model) for page in pages]
-    if any(page.at_seconds is None for page in pages):
-        pages = [replace(page, at_seconds=None) for page in pages]
+    pages = _in_order([_only_model(page, engine, model) for page in pages])
     begin = _after_restart(pages, engine)
-    notes = []
+    notes = list(notes)
     if begin:
         lost = f"{begin} of {len(pages)} scrapes are left out"
         notes.append(
@@ -171,6 +170,44 @@ def make_window(pages: Sequence[Page], model: str | None = None) -> Window:
     if len(pages) - begin == 1:
         notes.append("one scrape: counters are sums since the engine's start, gauges are of one moment")
     return Window(engine, tuple(pages[begin:]), tuple(notes))
+
+
+def slim(page: Page) -> Page:
+    """Only what windows look at: a day of scrapes fits into memory. A page of no engine that we know stays as it is, to be refused later."""
+    try:
+        engine = _engine(page)
+    except UsageError:
+        return page
+    wanted = {
+        _bare(engine, engine.prefixes[0] + place.name)
+        for table in (engine.gauges, engine.counters, engine.timings)
+        for each in table.values()
+        for place in each
+    }
+    wanted |= {place.name for each in engine.settings.values() for place in each if isinstance(place, Label)} | set(
+        engine.marks
+    )
+    kept = {
+        name: samples for name, samples in page.samples.items() if _bare(engine, name) in wanted or name == _STARTED
+    }
+    return replace(
+        page, samples=kept, declared=frozenset(name for name in page.declared if _bare(engine, name) in wanted)
+    )
+
+
+def _bare(engine: Engine, name: str) -> str:
+    bare = engine.strip(name) or ""
+    for suffix in ("_bucket", "_sum", "_count"):
+        if bare.endswith(suffix):
+            return bare.removesuffix(suffix)
+    return bare
+
+
+def _in_order(pages: list[Page]) -> list[Page]:
+    """By time, if all tell it; else as given, and none has a time."""
+    if any(page.at_seconds is None for page in pages):
+        return [replace(page, at_seconds=None) for page in pages]
+    return sorted(pages, key=lambda page: page.at_seconds or 0.0)
 
 
 def _engine_of(pages: Sequence[Page]) -> Engine:

@@ -11,7 +11,7 @@ from kvarto.diagnose.measure import Model
 from kvarto.diagnose.scrape import read_pages
 from kvarto.diagnose.settings import settings_of
 from kvarto.diagnose.signals import Gauge, Setting
-from kvarto.diagnose.window import make_window
+from kvarto.diagnose.window import make_window, slim
 
 RECORDED = Path(__file__).parent / "recorded"
 SMOLLM2 = Model(weights_bytes=538e6, kv_token_bytes=23040)
@@ -45,3 +45,13 @@ def test_settings_of_a_file_are_those_of_its_labels():
     assert (told[Setting.KV_DTYPE].value, told[Setting.PREFIX_CACHING].on) == ("auto", True)
     assert Setting.CHUNKED_PREFILL not in told
     assert Setting.VERSION not in told
+
+
+@pytest.mark.parametrize("folder", sorted(each.name for each in RECORDED.iterdir() if each.is_dir()))
+def test_what_watching_keeps_of_a_page_is_all_that_is_looked_at(folder):
+    whole = read_pages([RECORDED / folder])
+    kept = [slim(page) for page in whole]
+    assert sum(map(len, (page.samples for page in kept))) < sum(map(len, (page.samples for page in whole)))
+    first, second = make_window(whole), make_window(kept)
+    assert diagnose(first, SMOLLM2) == diagnose(second, SMOLLM2)
+    assert settings_of(first) == settings_of(second)

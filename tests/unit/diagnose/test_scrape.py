@@ -14,6 +14,7 @@ import engine_pages as pages
 from engine_pages import answering, by_path, reply
 from kvarto.diagnose import scrape
 from kvarto.diagnose.scrape import Live, base_of, get, get_json, is_url, read_pages
+from kvarto.diagnose.window import slim
 from kvarto.errors import Unreachable, UsageError
 
 
@@ -134,18 +135,72 @@ def test_headers_are_sent_and_never_shown():
 def test_a_window_is_watched_and_saved_and_read_again(tmp_path):
     count = iter(range(1, 100))
     with answering(lambda handler: reply(200, pages.vllm_0_8(requests=next(count)))(handler)) as url:
-        watched = Live(url).watch(0.25, 0.1, save=tmp_path)
+        watched = Live(url).watch(0.25, 0.1, save=tmp_path).pages
     assert 3 <= len(watched) <= 4
     again = read_pages([tmp_path])
-    assert [page.samples for page in again] == [page.samples for page in watched]
+    assert [slim(page).samples for page in again] == [page.samples for page in watched]
     assert [page.at_seconds for page in again] == pytest.approx([page.at_seconds for page in watched], abs=0.001)
 
 
 def test_one_scrape_is_no_wait():
     with answering(reply(200, pages.vllm_0_8(requests=1))) as url:
         begin = time.monotonic()
-        assert len(Live(url).watch(0, 2)) == 1
+        assert len(Live(url).watch(0, 2).pages) == 1
         assert time.monotonic() - begin < 2
+
+
+def test_a_busy_engine_may_miss_a_scrape_and_it_is_noted():
+    count = iter(range(1, 100))
+
+    def answer(handler):
+        number = next(count)
+        reply(503 if number == 3 else 200, pages.vllm_0_8(requests=number))(handler)
+
+    with answering(answer) as url:
+        watched = Live(url).watch(0.4, 0.1)
+    assert len(watched.pages) >= 3
+    (note,) = watched.notes
+    assert note.startswith(f"1 of {len(watched.pages) + 1} scrapes were not answered (answered 503")
+
+
+def test_an_engine_that_dies_ends_the_watch():
+    count = iter(range(1, 100))
+    with (
+        answering(lambda handler: reply(200 if next(count) < 3 else 503, pages.vllm_0_8(requests=1))(handler)) as url,
+        pytest.raises(Unreachable, match="503"),
+    ):
+        Live(url).watch(30, 0.02)
+
+
+def test_who_interrupts_gets_what_was_seen():
+    def told(count: int, _left: float) -> None:
+        if count == 3:
+            raise KeyboardInterrupt
+
+    with answering(reply(200, pages.vllm_0_8(requests=1))) as url:
+        watched = Live(url).watch(60, 0.05, told=told)
+    assert len(watched.pages) == 3
+    assert "interrupted after 0 of 60 s" in watched.notes
+
+
+def test_a_redirect_is_not_followed_with_a_key():
+    asked = []
+
+    def elsewhere(handler):
+        asked.append(handler.headers["Authorization"])
+        reply(200, "a 1")(handler)
+
+    with answering(elsewhere) as other:
+
+        def answer(handler):
+            handler.send_response(302)
+            handler.send_header("Location", f"{other}/metrics")
+            handler.end_headers()
+
+        with answering(answer) as url, pytest.raises(Unreachable, match="answered 302") as error:
+            Live(url, {"Authorization": "Bearer secret"}).page()
+    assert asked == []
+    assert f"to {other}/metrics" in line(error)
 
 
 def test_json_of_an_address():

@@ -116,6 +116,20 @@ def test_a_type_without_samples_is_nothing_yet_and_not_missing():
     assert seen.missing(Timing.TTFT, Timing.E2E) == [f"{Timing.E2E.value}: not on this page"]
 
 
+def test_a_label_that_says_two_things_says_nothing():
+    text = 'kvarto_pool_bytes 1\nkvarto_formats_info{kv_format="int4",device="cpu"} 1\nkvarto_formats_info{kv_format="bf16",device="cpu"} 1\n'
+    seen = window(text)
+    assert seen.label("formats_info", "kv_format") is None
+    assert seen.label("formats_info", "device") == "cpu"
+
+
+def test_pages_with_times_are_put_in_order_and_without_them_they_stay():
+    later, sooner = pages.times([pages.vllm(requests=9), pages.vllm(requests=30)])
+    seen = make_window([sooner, later])
+    assert seen.counter(Counter.GENERATED) == 2100
+    assert seen.notes == ()
+
+
 def test_two_models_need_a_name():
     text = 'vllm:num_requests_running{model_name="a"} 1\nvllm:num_requests_running{model_name="b"} 5\n'
     with pytest.raises(UsageError, match=re.escape("2: a, b")):
