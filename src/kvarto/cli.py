@@ -1,4 +1,4 @@
-"""The command line: `kvarto codecs`, `kvarto models`, `kvarto plan`, `kvarto study`, `kvarto calibrate`, `kvarto serve`.
+"""The command line: `kvarto codecs`, `models`, `plan`, `study`, `calibrate`, `serve`, `diagnose`, `doctor`.
 
 Each command is a thin shell over one function of the library. An error is one line, a traceback comes only with `--debug`. Exit codes:
 0 pass, 1 fail, 2 usage or error, 3 inconclusive, 70 a fault of ours, 130 interrupted, 141 the reader of a pipe is gone.
@@ -24,6 +24,8 @@ from rich.text import Text
 from kvarto import __version__
 from kvarto.calibrate.cli import calibrate_app
 from kvarto.codecs import Codec, registry
+from kvarto.diagnose.cli import diagnose_command
+from kvarto.doctor.cli import doctor_command
 from kvarto.errors import KvartoError, UnknownName
 from kvarto.jit import available, require
 from kvarto.layout import PAGE_TOKENS, Side
@@ -177,6 +179,8 @@ models_app = typer.Typer(
 app.add_typer(models_app, name="models", invoke_without_command=True)
 app.add_typer(calibrate_app, name="calibrate")
 app.command()(plan)
+app.command("diagnose")(diagnose_command)
+app.command("doctor")(doctor_command)
 
 
 @models_app.callback()

@@ -15,6 +15,7 @@
     ├── Overloaded                   the engine has as many requests waiting as it takes
     ├── EngineClosed                 the engine is closing, or closed
     ├── BackendUnavailable           an optional package is missing or does not work here
+    ├── Unreachable                  another server does not answer, or not with what it was asked for
     ├── FetchError                   a model or text could not be fetched
     └── IntegrityError               bytes are not those that were promised: fetched, or of a damaged file
 
@@ -109,6 +110,14 @@ class Overloaded(KvartoError):
 
 class EngineClosed(KvartoError):
     """The engine takes no more requests."""
+
+
+class Unreachable(KvartoError):
+    """Another server does not answer, or not with what it was asked for: its address, why, and what to do."""
+
+    def __init__(self, address: str, reason: str, remedy: str = "") -> None:
+        self.address, self.reason, self.remedy = address, reason, remedy
+        super().__init__(f"{address}: {reason}" + (f"; {remedy}" if remedy else ""))
 
 
 class FetchError(KvartoError):

@@ -1,0 +1,78 @@
+"""SGLang, started with --enable-metrics. Names from the 0.5.23 wheel (srt/observability/metrics_collector.py)."""
+
+from __future__ import annotations
+
+from kvarto.diagnose.signals import Always, Answer, At, Counter, Engine, Gauge, Label, Setting, Stored, Timing
+
+_SERVER = "/server_info"
+
+SGLANG = Engine(
+    name="sglang",
+    title="SGLang",
+    prefixes=("sglang:", "sglang_"),
+    marks=("num_running_reqs", "token_usage"),
+    read_from="0.5.23, source of the wheel; older ones, documentation",
+    gauges={
+        Gauge.RUNNING: (At("num_running_reqs"),),
+        Gauge.WAITING: (At("num_queue_reqs"),),
+        Gauge.USAGE: (At("token_usage"),),
+        Gauge.LIVE_TOKENS: (At("kv_used_tokens"), At("num_used_tokens")),
+        Gauge.POOL_TOKENS: (At("max_total_num_tokens"),),
+        Gauge.POOL_BLOCKS: (At("num_pages"),),
+        Gauge.BLOCK_TOKENS: (At("page_size"),),
+        Gauge.HIT_RATE: (At("cache_hit_rate"),),
+    },
+    counters={
+        Counter.PREEMPTIONS: (At("num_retracted_requests"),),
+        Counter.PROMPT_TOKENS: (At("prompt_tokens"),),
+        Counter.COMPUTED_TOKENS: (At("realtime_tokens", {"mode": ("prefill_compute",)}),),
+        Counter.CACHED_TOKENS: (At("cached_tokens"),),
+        Counter.GENERATED: (At("generation_tokens"),),
+        Counter.PREFILL_SECONDS: (
+            At("forward_execution_seconds", {"category": ("extend", "mixed", "EXTEND", "MIXED")}),
+        ),
+        Counter.DECODE_SECONDS: (At("forward_execution_seconds", {"category": ("decode", "DECODE")}),),
+    },
+    timings={
+        Timing.TTFT: (At("time_to_first_token_seconds"),),
+        Timing.ITL: (
+            At("inter_token_latency_seconds"),
+            At("time_per_output_token_seconds", versions="until about 0.4.6"),
+            At("request_time_per_output_token_seconds"),
+        ),
+        Timing.QUEUE: (At("queue_time_seconds"),),
+        Timing.E2E: (At("e2e_request_latency_seconds"),),
+    },
+    settings={
+        Setting.KV_DTYPE: (Answer(_SERVER, ("kv_cache_dtype",)),),
+        Setting.PREFIX_CACHING: (Answer(_SERVER, ("disable_radix_cache",), inverted=True),),
+        Setting.CHUNKED_PREFILL: (Answer(_SERVER, ("chunked_prefill_size",), above_zero=True),),
+        Setting.BACKEND: (Answer(_SERVER, ("attention_backend",)),),
+        Setting.VERSION: (Answer(_SERVER, ("version",)),),
+        Setting.MODEL: (Answer(_SERVER, ("model_path",)), Label("num_running_reqs", "model_name")),
+        Setting.CONTINUOUS_BATCHING: (Always("on", "SGLang's scheduler knows nothing else"),),
+        Setting.PAGED_KV: (Always("on", "SGLang's pool is of pages, of one token where --page-size is 1"),),
+    },
+    # peers.md 1.2; an E2M1 number with an 8-bit scale for each 16
+    formats=(
+        Stored("fp8_e4m3", 8.0, note="scales default to 1.0"),
+        Stored("fp8_e5m2", 8.0),
+        Stored("mxfp8", 8.25, note="FA4 backend"),
+        Stored("nvfp4", 4.5, note="Blackwell"),
+        Stored("fp4_mx_block16", 4.5, note="GPT-OSS-120B on AIME25: .75 to .35"),
+    ),
+    absent={
+        Timing.PREFILL: "SGLang gives the seconds of forward passes instead",
+        Timing.DECODE: "SGLang gives the seconds of forward passes instead",
+    },
+    advice={
+        "prefix caching": "leave out --disable-radix-cache",
+        "chunked prefill": "--chunked-prefill-size",
+        "smaller chunks": "--chunked-prefill-size",
+        "more sequences": "--max-running-requests",
+        "pool": "--mem-fraction-static",
+        "format": "--kv-cache-dtype",
+    },
+)
+
+ENGINES = (SGLANG,)

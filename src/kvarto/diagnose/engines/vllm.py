@@ -1,0 +1,85 @@
+"""vLLM. V1 names from the 0.32 wheel (v1/metrics/loggers.py); older ones from its documentation."""
+
+from __future__ import annotations
+
+from kvarto.diagnose.signals import Always, Answer, At, Counter, Engine, Gauge, Label, Setting, Stored, Timing
+
+_INFO = "cache_config_info"
+_SERVER = "/server_info?config_format=json"  # only with VLLM_SERVER_DEV_MODE=1
+
+_BOUNDARY = "the first and the last two layers stay in 16 bits"
+
+VLLM = Engine(
+    name="vllm",
+    title="vLLM",
+    prefixes=("vllm:", "vllm_"),
+    marks=("num_requests_running", "cache_config_info"),
+    read_from="0.32.0, source of the wheel and a live CPU server; 0.8 to 0.31, documentation",
+    gauges={
+        Gauge.RUNNING: (At("num_requests_running"),),
+        # waiting_by_reason{capacity} counts whoever waits for the scheduler, for whatever: it says nothing of KV by itself (0.32, loggers.py)
+        Gauge.WAITING: (At("num_requests_waiting"),),
+        Gauge.USAGE: (At("kv_cache_usage_perc"), At("gpu_cache_usage_perc", versions="until 0.9")),
+        Gauge.POOL_TOKENS: (At(_INFO, label="kv_cache_size_tokens", versions="since about 0.29"),),
+        Gauge.POOL_BLOCKS: (At(_INFO, label="num_gpu_blocks"),),
+        Gauge.BLOCK_TOKENS: (At(_INFO, label="block_size"),),
+        Gauge.HIT_RATE: (At("gpu_prefix_cache_hit_rate", versions="V0"),),
+    },
+    counters={
+        Counter.PREEMPTIONS: (At("num_preemptions"),),
+        Counter.PROMPT_TOKENS: (At("prompt_tokens"),),
+        Counter.COMPUTED_TOKENS: (At("prompt_tokens_by_source", {"source": ("local_compute",)}),),
+        Counter.CACHED_TOKENS: (At("prompt_tokens_cached"),),
+        Counter.QUERIES: (At("prefix_cache_queries"), At("gpu_prefix_cache_queries", versions="V1 until 0.9")),
+        Counter.HITS: (At("prefix_cache_hits"), At("gpu_prefix_cache_hits", versions="V1 until 0.9")),
+        Counter.GENERATED: (At("generation_tokens"),),
+        Counter.CORRUPTED: (At("corrupted_requests"),),
+    },
+    timings={
+        Timing.TTFT: (At("time_to_first_token_seconds"),),
+        Timing.ITL: (
+            At("inter_token_latency_seconds"),
+            At("time_per_output_token_seconds", versions="until 0.11"),
+            At("request_time_per_output_token_seconds"),
+        ),
+        Timing.QUEUE: (At("request_queue_time_seconds"),),
+        Timing.PREFILL: (At("request_prefill_time_seconds"),),
+        Timing.DECODE: (At("request_decode_time_seconds"),),
+        Timing.E2E: (At("e2e_request_latency_seconds"),),
+    },
+    settings={
+        Setting.KV_DTYPE: (Label(_INFO, "cache_dtype"),),
+        Setting.PREFIX_CACHING: (Label(_INFO, "enable_prefix_caching"),),
+        Setting.CHUNKED_PREFILL: (Answer(_SERVER, ("vllm_config", "scheduler_config", "enable_chunked_prefill")),),
+        Setting.BACKEND: (Answer(_SERVER, ("vllm_config", "attention_config", "backend")),),
+        Setting.VERSION: (Answer("/version", ("version",)),),
+        Setting.MODEL: (Answer("/v1/models", ("data", "0", "root")), Answer("/v1/models", ("data", "0", "id"))),
+        Setting.CONTINUOUS_BATCHING: (Always("on", "vLLM's scheduler knows nothing else"),),
+        Setting.PAGED_KV: (Always("on", "vLLM's cache knows nothing else"),),
+    },
+    # vllm.md 1.3 and 2.1: what a (token, head) takes of K and V together, in bits, over the 2 D numbers that it holds
+    formats=(
+        Stored("fp8", 8.0),
+        Stored("fp8_e4m3", 8.0, alias="fp8"),
+        Stored("fp8_e5m2", 8.0, note="no scales; corrupted Qwen2-VL at 1.0 (vllm#41343)"),
+        Stored("fp8_per_token_head", 8.0, 32.0),
+        Stored("int8_per_token_head", 8.0, 32.0),
+        Stored("nvfp4", 4.5, note="Blackwell"),
+        Stored("nvfp4_4over6", 4.5, note="Blackwell"),
+        Stored("int4_per_token_head", 4.0, 32.0),
+        Stored("turboquant_k8v4", 6.0, 16.0),
+        Stored("turboquant_4bit_nc", 4.0, 24.0, note=_BOUNDARY),
+        Stored("turboquant_k3v4_nc", 3.5, 24.0, note=_BOUNDARY),
+        Stored("turboquant_3bit_nc", 3.0, 24.0, note=_BOUNDARY),
+    ),
+    advice={
+        "prefix caching": "--enable-prefix-caching",
+        "chunked prefill": "--enable-chunked-prefill",
+        "smaller chunks": "--max-num-batched-tokens",
+        "more sequences": "--max-num-seqs",
+        "pool": "--gpu-memory-utilization",
+        "format": "--kv-cache-dtype",
+    },
+)
+
+ENGINES = (VLLM,)
