@@ -6,8 +6,8 @@ transformers' QuantizedCache   `quanto` and `hqq` quantize what is older than a 
                                with the whole dequantized past); `fp8` every token, by a scale from the first chunk. All hand the keys and values
                                of the current call to attention as they are: a prompt in one call never meets a quantized key.
 turbokv                        TurboQuant (MSE) as a subclass of the above, so with the same residual; its first layer stays raw by default
-tqai                           TurboQuant (MSE). Its cache does not run with this transformers (no layers, so no mask for a second chunk); its
-                               quantizer does, once for every chunk and every layer
+tqai                           TurboQuant (MSE). Its cache refuses what this transformers hands over, and has no layers, from which the mask of a
+                               second chunk is made; its quantizer runs, once for every chunk
 tiny-turboquant                KIVI by its own account: keys by channel and values by token in blocks of 128, behind a residual of 128 and more
 llama.cpp                      (llama_engine.py) every key and value goes through the cache, rotated before it is quantized
 """
@@ -36,7 +36,7 @@ PROJECTS = {
 }
 """The package of each peer."""
 NOT_RUN = {
-    "turbo-attn 0.70.1": "needs an NVIDIA GPU of compute capability 8 or 12 (its codec in plain torch needs a calibration store made on one)",
+    "turbo-attn 0.70.1": "needs an NVIDIA GPU (its prefill one of compute capability 8 or 12)",
     "turboquant 0.2.0": "calls numpy.trapz, which numpy 2.4 no longer has",
     "turboquant-torch 0.4.0": "keeps float keys until told to compress, then holds them decompressed; is the module `turboquant`, as turbokv is",
     "turboquant-kv 1.0.0": "is the module `turboquant`, as turbokv is: both cannot be installed",

@@ -55,7 +55,12 @@ QUICK = (2, 192)
 
 
 def read_all(
-    contenders: Sequence[Contender], passages: Sequence[Passage], progress: Bar | Lines, keep: Callable[[str], None]
+    contenders: Sequence[Contender],
+    passages: Sequence[Passage],
+    progress: Bar | Lines,
+    keep: Callable[[str], None],
+    *,
+    one_call: bool = True,
 ) -> None:
     """Every document by every contender in turn; a raw cache comes before those that are compared with it. `keep` is told each that is done."""
     for contender in contenders:
@@ -66,7 +71,7 @@ def read_all(
         for contender in contenders:
             progress.begin(f"document {number + 1} of {len(passages)}", contender.name)
             contender.attempt(read_document, contender, passage, base)
-            if not number and contender.one_call and not contender.failed:
+            if one_call and not number and contender.one_call and not contender.failed:
                 read_in_one_call(contender, passage, base[RAW])
             progress.done(len(passage.tokens))
         keep(passage.name)
@@ -128,7 +133,7 @@ def measure_model(
             found["others_share_of_cores"] = max(found["others_share_of_cores"], round(neighbours.share(), 3))
             keep(found)
 
-        read_all(contenders, passages, progress, note)
+        read_all(contenders, passages, progress, note, one_call=options.one_call)
 
 
 # ---- report ----------------------------------------------------------------------------------------------------------
@@ -199,6 +204,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--documents", type=int, default=None, help="of each model")
     parser.add_argument(
         "--tokens", type=int, default=None, help="of a document, more than the first 128, which are not scored"
+    )
+    parser.add_argument(
+        "--one-call",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="read the first document in one call as well",
     )
     parser.add_argument("--text", default="builtin", help="builtin, handbook, perl, or files (see kvarto study)")
     parser.add_argument("--formats", type=lambda text: text.split(","), default=None, help="of ours")

@@ -28,7 +28,7 @@ from peers_quality import CACHES, ERRORS, CachePeer, held_bytes, missing
 
 RAW, LLAMA_RAW = "DynamicCache", "llama.cpp f16"
 CHUNK_TOKENS = 64
-BEYOND_TOKENS = 1024  # a multiple of every peer's period, so that its residual is as full as before
+BEYOND_TOKENS = 256  # a multiple of every peer's period, so that its residual is as full as before
 IN_ONE_CALL = ("kvarto int4",)  # Of ours: by path invariance one says it for all.
 
 
