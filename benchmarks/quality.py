@@ -35,8 +35,9 @@ from kvarto.models.texts import fingerprint, texts
 from kvarto.progress import Bar, Lines, progress_for
 from kvarto.study.fidelity import FIRST_SCORED
 from kvarto.study.passages import Passage, cut_passages
+from llama_engine import KINDS
 from measure import Neighbours, machine
-from peers_quality import NOT_RUN, PROJECTS, versions
+from peers_quality import CACHES, NOT_RUN, PROJECTS, TENSORS, versions
 from peers_serve import gguf_of
 from quality_arms import CHUNK_TOKENS, RAW, Contender, Reading, llama, numbers_per_token, others, ours, raw, score
 from quality_tensors import record
@@ -119,12 +120,18 @@ def measure_model(
     }  # fmt: skip
     with torch.inference_mode():
         recorded = record(model, [each.tokens[:-1] for each in passages[:RECORDED_DOCUMENTS]])
-        found["tensors"] = tensor_rows(recorded, options.formats, options.peers, progress.say)
+        found["tensors"] = tensor_rows(recorded, options.formats, options.peers, progress.say, options.without)
         recorded.clear()
         progress.say("what caches hold")
-        contenders = [raw(model), *ours(model, options.formats, tokens), *others(model, options.peers, tokens)]
+        contenders = [
+            raw(model),
+            *ours(model, options.formats, tokens),
+            *others(model, options.peers, tokens, options.without),
+        ]
         if "llama.cpp" in options.peers:
-            contenders += llama(lambda: gguf_of(loaded.name), options.threads, numbers_per_token(model))
+            contenders += llama(
+                lambda: gguf_of(loaded.name), options.threads, numbers_per_token(model), options.without
+            )
         progress.plan(len(contenders) * len(passages) * (tokens + 1))
 
         def note(document: str) -> None:
@@ -238,6 +245,10 @@ def check(options: argparse.Namespace) -> None:
             raise UsageError("--peers", f"some of {', '.join(PROJECTS)}", peer)
     if options.tokens is not None and options.tokens <= FIRST_SCORED:
         raise UsageError("--tokens", f"more than {FIRST_SCORED}, which are not scored", options.tokens)
+    known = {*(peer.name for peer in (*CACHES, *TENSORS)), *(f"llama.cpp {kind}" for kind in KINDS if kind != "f16")}
+    for row in options.without:
+        if row not in known:
+            raise UsageError("--without", f"a row of a peer's: {', '.join(sorted(known))}", row)
     for text in options.formats:
         parse_policy(text)
     if options.out:

@@ -134,10 +134,10 @@ def ours(model: Any, formats: Sequence[str], tokens: int) -> Iterator[Contender]
         yield Contender(name, _reads(arm), RAW, about, _reads(arm, None) if name in IN_ONE_CALL else None)
 
 
-def others(model: Any, projects: Sequence[str], tokens: int) -> Iterator[Contender]:
-    """Peers' caches; one that is not installed, or breaks at once, has `failed`."""
+def others(model: Any, projects: Sequence[str], tokens: int, without: Sequence[str] = ()) -> Iterator[Contender]:
+    """Peers' caches but those named in `without`; one that is not installed, or breaks at once, has `failed`."""
     for peer in CACHES:
-        if peer.project in projects:
+        if peer.project in projects and peer.name not in without:
             arm = PeerArm(peer.name, "candidate", model, peer=peer)
             contender = Contender(peer.name, _reads(arm), RAW, {"default": peer.default}, _reads(arm, None))
             contender.failed = missing(peer.project) or ""
@@ -234,11 +234,15 @@ def _specs(model: Any) -> list[LayerSpec]:
 # ---- llama.cpp -------------------------------------------------------------------------------------------------------
 
 
-def llama(gguf: Callable[[], Path], threads: int, numbers: int) -> list[Contender]:
+def llama(gguf: Callable[[], Path], threads: int, numbers: int, without: Sequence[str] = ()) -> list[Contender]:
     """Its cache types, f16 first; one row that says why there are none. `gguf` brings the file."""
     nobody = Contender("llama.cpp", None, LLAMA_RAW, failed=missing("llama.cpp") or "")
     engine = nobody.attempt(lambda: Llama(gguf(), threads))
-    return [nobody] if engine is None else [_llama(engine, kind, numbers) for kind in KINDS]
+    return (
+        [nobody]
+        if engine is None
+        else [_llama(engine, kind, numbers) for kind in KINDS if f"llama.cpp {kind}" not in without]
+    )
 
 
 def _llama(engine: Llama, kind: str, numbers: int) -> Contender:

@@ -121,7 +121,11 @@ def measure(layers: Sequence[Layer], encode: Encode, decode: Decode) -> dict[str
 
 
 def rows(
-    layers: Sequence[Layer], formats: Sequence[str], peers: Sequence[str], say: Callable[[str], None]
+    layers: Sequence[Layer],
+    formats: Sequence[str],
+    peers: Sequence[str],
+    say: Callable[[str], None],
+    without: Sequence[str] = (),
 ) -> dict[str, dict[str, Any]]:
     """By name: what was measured, or {"skipped": why}."""
     geometry = Geometry(heads=layers[0].k.shape[1], k_dim=layers[0].k.shape[3], v_dim=layers[0].v.shape[3])
@@ -130,7 +134,7 @@ def rows(
         say(f"keys and values: kvarto {text}")
         found[f"kvarto {text}"] = measure(layers, *our_codec(text, geometry))
     for peer in TENSORS:
-        if peer.project not in peers:
+        if peer.project not in peers or peer.name in without:
             continue
         say(f"keys and values: {peer.name}")
         if reason := missing(peer.project):

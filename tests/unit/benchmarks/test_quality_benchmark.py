@@ -178,6 +178,7 @@ def test_absent_peers_have_a_row(model: Any, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(peers_quality, "PROJECTS", dict.fromkeys(peers_quality.PROJECTS, "no-such-package-at-all"))
     found = {each.name: each.result() for each in quality_arms.others(model, ["quanto"], TOKENS)}
     assert found["quanto 4"]["skipped"] == "not installed: pip install no-such-package-at-all"
+    assert "quanto 4" not in {each.name for each in quality_arms.others(model, ["quanto"], TOKENS, ["quanto 4"])}
     (row,) = quality_arms.llama(Path, 1, 1)
     assert row.result() == {"skipped": "not installed: pip install no-such-package-at-all"}
 
@@ -197,7 +198,12 @@ def test_quick_runs_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.mark.parametrize(
     ("words", "told"),
-    [(["--peers", "vllm"], "--peers"), (["--tokens", "128"], "--tokens"), (["--formats", "int44"], "did you mean")],
+    [
+        (["--peers", "vllm"], "--peers"),
+        (["--tokens", "128"], "--tokens"),
+        (["--formats", "int44"], "did you mean"),
+        (["--without", "quanto"], "--without"),
+    ],
 )
 def test_mistakes_are_one_line(words: list[str], told: str) -> None:
     with pytest.raises(SystemExit, match=rf"^quality\.py: .*{told}"):
