@@ -224,6 +224,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--peers", type=lambda text: text.split(",") if text else [], default=None, help=f"of {','.join(PROJECTS)}"
     )
     parser.add_argument(
+        "--without",
+        action="append",
+        default=[],
+        metavar="ROW",
+        help="leave out a row of a peer's, by name; may be repeated",
+    )
+    parser.add_argument(
         "--threads", type=int, default=1, help="of everybody (default 1: seconds are of CPU, and say most with one)"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the choice of documents")
