@@ -44,7 +44,7 @@ from quality_tensors import record
 from quality_tensors import rows as tensor_rows
 
 BASELINE = Path(__file__).parent / "baselines" / "quality.json"
-FORMATS = ("int8", "fp8", "int4", "kivi4", "turbo4", "int3", "turbo3", "int2", "kivi2")
+FORMATS = ("int8", "fp8", "int4", "int4+sink0", "kivi4", "turbo4", "int3", "turbo3", "int2", "kivi2")
 WARM_TOKENS = 96
 RECORDED_DOCUMENTS = 1
 MODELS = {"smollm2-135m-instruct": (4, 512), "qwen2.5-coder-0.5b-instruct": (3, 512)}
@@ -120,7 +120,8 @@ def measure_model(
     }  # fmt: skip
     with torch.inference_mode():
         recorded = record(model, [each.tokens[:-1] for each in passages[:RECORDED_DOCUMENTS]])
-        found["tensors"] = tensor_rows(recorded, options.formats, options.peers, progress.say, options.without)
+        codecs = [text for text in options.formats if "+" not in text]  # Here nothing is raw anyway.
+        found["tensors"] = tensor_rows(recorded, codecs, options.peers, progress.say, options.without)
         recorded.clear()
         progress.say("what caches hold")
         contenders = [
