@@ -32,8 +32,9 @@ from kvarto.calibrate.sensitivity import FIRST_SCORED
 from kvarto.calibrate.watch import as_row, watched, watching
 from kvarto.calibrate.windows import Window, cut_windows, gather, split
 from kvarto.codecs import Codec, registry
-from kvarto.codecs.kvquant import Constants, KvQuant, key_ranges, slots, token_ranges, turned
+from kvarto.codecs.kvquant import Constants, KvQuant, key_ranges, slots, token_ranges
 from kvarto.codecs.levels import Histogram, fit_levels, normalised
+from kvarto.codecs.rope import turned
 from kvarto.formats import Format, Policy, parse_policy
 from kvarto.layout import PAGE_TOKENS, FieldSpec, Side, SlabLayout
 from kvarto.models.load import LoadedModel, load

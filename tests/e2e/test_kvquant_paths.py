@@ -25,7 +25,8 @@ from kvarto import cli
 from kvarto.calibrate import Record, calibrate
 from kvarto.calibrate.nuq import calibrated_policy
 from kvarto.codecs.base import extract
-from kvarto.codecs.kvquant import KvQuant, turned
+from kvarto.codecs.kvquant import KvQuant
+from kvarto.codecs.rope import turned
 from kvarto.engine.request import Request
 from kvarto.errors import UsageError
 from kvarto.formats import parse_policy
@@ -246,6 +247,8 @@ def test_the_command_makes_a_record_and_a_policy_and_takes_a_record_again(
     content = json.loads(out.read_text())
     assert content["record"]["path"] == str(tmp_path / "kvq.record")
     assert content["provenance"]["record_sha256"] == Record.load(tmp_path / "kvq.record").sha256
+    assert cli.run(["calibrate", str(folder), "--format", "kvquant4", "-o", str(out), *few]) == 2
+    assert "take it with --record" in capsys.readouterr().err
     again = tmp_path / "again.json"
     words = [
         "calibrate",

@@ -96,6 +96,10 @@ def _check(options: CalibrateOptions) -> None:
         raise UsageError("--out", "a name for a record, such as model.record", options.out, remedy)
     if options.format is not None:
         require_calibrated(options.format)
+        own = options.out.with_suffix(".record")
+        if options.record is None and own.exists():
+            remedy = f"take it with --record {own}, or write the policy under another name"
+            raise UsageError("--record", f"a record, or a policy beside which no {own.name} lies", "none", remedy)
 
 
 def _record(options: CalibrateOptions, loaded: LoadedModel, progress: Progress) -> Record:

@@ -15,7 +15,8 @@ from kvarto.attention import LayerSpec, PagedKV
 from kvarto.binding import BoundCodec
 from kvarto.codecs import registry
 from kvarto.codecs.base import extract
-from kvarto.codecs.kvquant import Constants, KvQuant, slots, turned
+from kvarto.codecs.kvquant import Constants, KvQuant, slots
+from kvarto.codecs.rope import turned
 from kvarto.errors import ShapeError, Unsupported, UsageError
 from kvarto.formats import Format, Policy, parse_policy
 from kvarto.layout import Geometry, Side
