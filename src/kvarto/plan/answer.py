@@ -298,11 +298,9 @@ def _waterfall(question: Question, made: list[Stage], there: Room) -> tuple[Slic
     """Of the fullest stage: what is left to others, weights, overhead, constant and growing parts of all sequences, and what is free or missing."""
     assert question.budget
     budget, context, batch = question.budget, question.scenario.context_tokens, question.scenario.concurrency
-    number, (held, pool) = min(
-        enumerate(there.parts), key=lambda pair: pair[1][1] - batch * pair[1][0].sequence(context)
-    )
-    total = held.sequence(context)
-    constant = min(total, max(0, held.constant))
+    number, (held, pool) = min(enumerate(there.parts), key=lambda pair: pair[1][1] - batch * pair[1][0].peak(context))
+    total = held.peak(context)
+    constant = total - min(total, int(held.growth * context))
     usable = int(budget.gpu.memory_bytes * budget.share)
     return (
         Slice("not the engine's", budget.gpu.memory_bytes - usable), Slice("weights", made[number].weights_bytes),

@@ -95,20 +95,18 @@ class Room:
 
     def sequences(self, context_tokens: int) -> int:
         """How many sequences of so many tokens fit at once."""
-        return max(0, min(pool // max(1, each.sequence(context_tokens)) for each, pool in self.parts))
+        return max(0, min(pool // max(1, each.peak(context_tokens)) for each, pool in self.parts))
 
     def pool_tokens(self, context_tokens: int) -> int:
         """Tokens in the pool if every sequence has so many: what engines log (sequences, with fractions, times context)."""
-        return max(
-            0, min(int(pool * context_tokens / max(1, each.sequence(context_tokens))) for each, pool in self.parts)
-        )
+        return max(0, min(int(pool * context_tokens / max(1, each.peak(context_tokens))) for each, pool in self.parts))
 
     def longest_context(self, sequences: int, most_tokens: int | None) -> int:
         """The longest context that so many sequences can have, at most the model's; 0 if there is no room."""
         most = most_tokens or ENDLESS
 
         def too_long(tokens: int) -> bool:
-            return any(sequences * each.sequence(tokens) > pool for each, pool in self.parts)
+            return any(sequences * each.peak(tokens) > pool for each, pool in self.parts)
 
         return bisect.bisect_left(range(1, most + 1), True, key=too_long)
 

@@ -1,7 +1,7 @@
 """kvarto's own formats in the planner: pages as `Format.layout` lays them out, the open page, sinks and windows raw. No torch.
 
-Counted as the engine reserves it (engine/holding.py, `Group.most_blocks`): sealed pages for all tokens but the sinks, and raw pages for sinks,
-window and the page that fills, which has its sealed place reserved too.
+Counted as the engine's books do (engine/holding.py): `nbytes` is what a sequence holds between steps, raw and sealed pages and the one that fills;
+`peak_nbytes` is what must be there for it to come so far (`Group.most_blocks`), sealed places of pages that fill included.
 """
 
 from __future__ import annotations
@@ -11,14 +11,17 @@ from fractions import Fraction
 from functools import lru_cache
 
 from kvarto.codecs import registry
+from kvarto.engine.holding import Group
 from kvarto.errors import ShapeError, Unsupported, UsageError
 from kvarto.formats import Format, Policy, parse_policy, raw_format
 from kvarto.layout import PAGE_TOKENS, Geometry
 from kvarto.plan.cached import CachedModel, IndexKey, KeyValue, Latent, Part, State, held
 from kvarto.plan.written import KvFormat, Writer
+from kvarto.rule import Rule
 
 ENGINE = "kvarto"
 _RAW_BYTES = 2
+_RAW_KIND, _SEALED_KIND = 0, 1
 _RAW = raw_format("bfloat16")
 
 
@@ -61,13 +64,26 @@ class PageWriter(Writer):
         sealed = (entries - raw_tokens) * Fraction(self._sealed(part), PAGE_TOKENS)
         return sealed + raw_tokens * Fraction(self._raw(part), PAGE_TOKENS)
 
+    def peak_nbytes(self, part: Part, tokens: int) -> int:
+        """The most pages until then, in steps of a page at most."""
+        if not isinstance(part, KeyValue):
+            return self.nbytes(part, tokens)
+        counts = Group(self._rule(part), _RAW_KIND, _SEALED_KIND).most_blocks(tokens, PAGE_TOKENS)
+        return counts[_SEALED_KIND] * self._sealed(part) + counts[_RAW_KIND] * self._raw(part)
+
     def _pages(self, part: KeyValue, tokens: int) -> tuple[int, int]:
-        pages = -(-tokens // PAGE_TOKENS)
-        sinks, window = self.kv.sink_tokens // PAGE_TOKENS, self.kv.window_tokens // PAGE_TOKENS
-        sealed = max(0, pages - sinks)
-        if part.window_tokens is not None:
-            sealed = min(sealed, -(-part.window_tokens // PAGE_TOKENS) + 1)
-        return sealed, min(pages, sinks + window + 1)
+        """(Sealed, raw) ones that a sequence of so many tokens holds."""
+        rule, full = self._rule(part), tokens // PAGE_TOKENS
+        first = rule.first_page(tokens)
+        sinks = range(first, min(rule.sink_pages, full))
+        recent = range(max(first, rule.sink_pages, full - rule.window_pages), full)
+        sealed = range(max(first, rule.sink_pages), full)
+        return len(sealed), len(sinks) + len(recent) + (tokens % PAGE_TOKENS > 0)
+
+    def _rule(self, part: KeyValue) -> Rule:
+        return Rule(
+            PAGE_TOKENS, self.kv.sink_tokens // PAGE_TOKENS, self.kv.window_tokens // PAGE_TOKENS, part.window_tokens
+        )
 
     def _sealed(self, part: KeyValue) -> int:
         return _page_nbytes(self.kv, part.heads, part.k_dim, part.v_dim)
@@ -86,9 +102,7 @@ def read_entries(part: KeyValue | Latent | IndexKey, tokens: int) -> int:
 def _vectors(part: Latent | IndexKey, tokens: int) -> int:
     """Vectors that pages of 64 tokens hold."""
     window = part.window_tokens if isinstance(part, Latent) else None
-    pages = -(-tokens // PAGE_TOKENS)
-    if window is not None:
-        pages = min(pages, -(-window // PAGE_TOKENS) + 1)
+    pages = -(-tokens // PAGE_TOKENS) - Rule(PAGE_TOKENS, sliding_tokens=window).first_page(tokens)
     return -(-pages * PAGE_TOKENS // part.ratio)
 
 

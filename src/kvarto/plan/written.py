@@ -18,6 +18,10 @@ class Writer(ABC):
     def nbytes(self, part: Part, tokens: int) -> int:
         """Memory that a sequence of so many tokens takes for one part on one rank, pages rounded up."""
 
+    def peak_nbytes(self, part: Part, tokens: int) -> int:
+        """What must be there for the sequence to come so far, if that is more."""
+        return self.nbytes(part, tokens)
+
     @abstractmethod
     def growth(self, part: Part) -> Fraction:
         """Bytes that a further token adds to that, far beyond every window."""
@@ -66,6 +70,10 @@ class Bytes:
     def sequence(self, tokens: int) -> int:
         """Memory of a sequence of so many tokens."""
         return sum(count * writer.nbytes(part, tokens) for writer, part, count in self.counts)
+
+    def peak(self, tokens: int) -> int:
+        """What must be there for a sequence to come so far."""
+        return sum(count * writer.peak_nbytes(part, tokens) for writer, part, count in self.counts)
 
     @property
     def growth(self) -> Fraction:

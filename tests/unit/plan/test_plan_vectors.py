@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from kvarto.plan.engines import plain_bytes
-from unit.plan.samples import CONFIGS, VECTORS, model
+from kvarto.plan.written import bytes_of
+from unit.plan.samples import CONFIGS, FORMATS, VECTORS, model
 
 
 @pytest.mark.parametrize("vector", VECTORS, ids=lambda vector: vector["model"])
@@ -18,6 +19,14 @@ def test_a_published_vector_is_exact(vector: dict[str, Any]) -> None:
     assert held.growth == vector["bytes_per_token_bf16"]
     assert held.constant == vector["const_bytes_per_seq"]
     assert round(held.sequence(131_072) / 2**30, 3) == vector["gib_at_131072"]
+
+
+@pytest.mark.parametrize("vector", VECTORS, ids=lambda vector: vector["model"])
+def test_the_format_bf16_is_the_vector_where_pages_are_full(vector: dict[str, Any]) -> None:
+    held = bytes_of(FORMATS["bf16"], model(vector["config"]))
+    assert held.growth == vector["bytes_per_token_bf16"]
+    assert held.constant == vector["const_bytes_per_seq"]
+    assert held.sequence(131_072) == 131_072 * held.growth + held.constant
 
 
 @pytest.mark.parametrize("name", CONFIGS)
