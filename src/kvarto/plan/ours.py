@@ -113,6 +113,7 @@ class OwnFormat(KvFormat):
         self.policy = policy
         self.name, self.engine, self.page_tokens = str(policy), ENGINE, PAGE_TOKENS
         self.source, self.flag = policy.format.k.source, f"--kv {policy.origin or policy}"
+        self.is_raw = not policy.layers and policy.format.k == policy.format.v == _RAW.k
         self.measured = (str(policy.format.k.name),) if policy.format.k == policy.format.v else ()
 
     def refuses(self, model: CachedModel) -> str | None:
@@ -123,7 +124,7 @@ class OwnFormat(KvFormat):
                 for part in layer:
                     if isinstance(part, KeyValue):
                         writer.nbytes(part, 1)
-                    elif not isinstance(part, State) and not self._is_raw:
+                    elif not isinstance(part, State) and not self.is_raw:
                         return "kvarto has no packed pages for latents and index keys, only raw ones"
         except (Unsupported, ShapeError, UsageError) as error:
             return str(error)
@@ -137,10 +138,6 @@ class OwnFormat(KvFormat):
             writers.append(PageWriter(self.policy.for_layer(at, count, _RAW) if caches else self.policy.format))
             at += caches
         return writers
-
-    @property
-    def _is_raw(self) -> bool:
-        return not self.policy.layers and self.policy.format.k == self.policy.format.v == _RAW.k
 
 
 def own_formats() -> list[OwnFormat]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import bisect
 from dataclasses import dataclass
 
-from kvarto.plan.cached import CachedModel, IndexKey, KeyValue, State
+from kvarto.plan.cached import CachedModel, KeyValue, Latent, State
 from kvarto.plan.gpu import Gpu
 from kvarto.plan.measured import Measured
 from kvarto.plan.ours import read_entries
@@ -52,7 +52,7 @@ class Machine:
     def step_seconds(self, kv: KvFormat, batch: int, context_tokens: int) -> float:
         """The least that a decode step of `batch` sequences can take."""
         nbytes = self.weights_nbytes(batch) + self.kv_nbytes(kv, batch, context_tokens)
-        return max(nbytes / self.gpu.bandwidth, self._compute_seconds(batch, 1, context_tokens))
+        return max(nbytes / self.gpu.bandwidth, self._decode_compute_seconds(kv, batch, context_tokens))
 
     def gain(self, kv: KvFormat, baseline: KvFormat, batch: int, context_tokens: int) -> float:
         """How much faster than with the baseline a step could be, at most: 1.2 is 20 % faster."""
@@ -69,27 +69,32 @@ class Machine:
         return first_true(pays)
 
     def prefill_seconds(self, prompt_tokens: int) -> float:
-        """The least that the prompt of one sequence can take."""
+        """The least that the prompt of one sequence can take: the head is asked once; attention of latents, which engines expand, is left out."""
+        p, flops = self.weights.parameters, self.gpu.flops(self.weights.dtype)
         reads = self.weights_nbytes(prompt_tokens) / self.gpu.bandwidth
-        return max(reads, self._compute_seconds(1, prompt_tokens, prompt_tokens / 2))
+        if not flops:
+            return reads
+        products = 2 * (p.active - (p.head or p.embedding)) * prompt_tokens / flops
+        attention = 0.0
+        for part, count in self.model.parts.items():
+            if isinstance(part, KeyValue):
+                limit = min(part.window_tokens or prompt_tokens, part.read_entries or prompt_tokens, prompt_tokens)
+                pairs = prompt_tokens * limit - limit * limit / 2
+                attention += count * 2 * self.model.query_heads * (part.k_dim + part.v_dim) * pairs
+        return max(reads, (products + attention / max(self.gpu.bf16_flops, self.gpu.fp8_flops)) / self.tp)
 
-    def _compute_seconds(self, batch: int, new_tokens: int, context_tokens: float) -> float:
-        """Products with weights and, on average over the new tokens, with `context_tokens` keys and values."""
+    def _decode_compute_seconds(self, kv: KvFormat, batch: int, context_tokens: int) -> float:
+        """Products with weights, and with keys and values: those of 16 bits at the rate of 16 bits, smaller ones at the best there is for 8."""
         flops = self.gpu.flops(self.weights.dtype)
         if not flops:
             return 0.0
-        products = 2 * self.weights.parameters.active * batch * new_tokens / flops
-        attention = batch * new_tokens * self._attention_flops(context_tokens) / (self.gpu.bf16_flops or flops)
-        return (products + attention) / self.tp
-
-    def _attention_flops(self, context_tokens: float) -> float:
         total = 0.0
         for part, count in self.model.parts.items():
-            if isinstance(part, State | IndexKey):
-                continue
-            numbers = part.k_dim + part.v_dim if isinstance(part, KeyValue) else 2 * part.dim - part.rope_dim
-            total += count * 2 * self.model.query_heads * numbers * read_entries(part, int(context_tokens))
-        return total
+            if isinstance(part, KeyValue | Latent):
+                numbers = part.k_dim + part.v_dim if isinstance(part, KeyValue) else 2 * part.dim - part.rope_dim
+                total += count * 2 * self.model.query_heads * numbers * read_entries(part, context_tokens)
+        rate = self.gpu.bf16_flops if kv.is_raw else max(self.gpu.bf16_flops, self.gpu.fp8_flops)
+        return batch * (2 * self.weights.parameters.active / flops + total / rate) / self.tp
 
     # ---- measured --------------------------------------------------------------------------------------------------
 

@@ -36,6 +36,7 @@ class KvFormat(ABC):
 
     engine      whose it is
     page_tokens tokens of a page
+    is_raw      16 bits, without a codec
     windows_kept  whether what left a sliding window is freed
     """
 
@@ -43,6 +44,7 @@ class KvFormat(ABC):
     engine: str
     page_tokens: int
     windows_kept: bool = True
+    is_raw: bool = False
     needs: str = ""
     source: str = ""
     flag: str = ""

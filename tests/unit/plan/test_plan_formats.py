@@ -147,7 +147,11 @@ def test_formats_refuse_with_a_reason() -> None:
     gpt_oss, deepseek, llama = model("openai/gpt-oss-20b"), model("deepseek-ai/DeepSeek-V3"), model(LLAMA)
     assert FORMATS["vllm:turboquant_4bit_nc"].refuses(gpt_oss) == "no sliding windows"
     assert FORMATS["vllm:nvfp4"].refuses(deepseek) == "not for MLA"
-    assert FORMATS["vllm:fp8_ds_mla"].refuses(llama) == "only for MLA"
+    assert (
+        FORMATS["vllm:fp8_ds_mla"].refuses(llama)
+        == FORMATS["vllm:fp8_ds_mla"].refuses(deepseek)
+        == "only for MLA with sparse attention"
+    )
     assert "latents" in str(FORMATS["int4"].refuses(deepseek))
     assert FORMATS["bf16"].refuses(deepseek) is None
     odd = make("llama", num_hidden_layers=1, num_attention_heads=1, head_dim=100)

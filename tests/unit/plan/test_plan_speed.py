@@ -89,6 +89,27 @@ def test_arithmetic_is_a_limit_too() -> None:
     assert at.gain(FP8, BF16, 8, 1000) == 1.0
 
 
+def test_a_prompt_takes_its_products_and_its_attention() -> None:
+    at, tokens = machine(LLAMA, "h100"), 100_000
+    inner = at.weights.parameters.attention + at.weights.parameters.dense
+    attention = 32 * 2 * 32 * 256 * tokens * tokens / 2 / 1978e12
+    assert at.prefill_seconds(tokens) == pytest.approx(2 * inner * tokens / 989e12 + attention)
+    assert at.prefill_seconds(1) == pytest.approx(at.weights_nbytes(1) / 3.35e12)
+    sliding = make(
+        "mistral",
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        sliding_window=1000,
+    )
+    near = Machine(sliding, at.weights, at.gpu)
+    pairs = sum(min(i, 1000) for i in range(tokens))
+    assert near.prefill_seconds(tokens) == pytest.approx(
+        2 * inner * tokens / 989e12 + 32 * 2 * 32 * 256 * pairs / 1978e12, rel=1e-4
+    )
+
+
 def test_breaking_even_follows_the_cost_of_a_layer() -> None:
     free = Machine(model(LLAMA), weights_of(config(LLAMA), None), find_gpu("h100"), layer_cost_seconds=0.0)
     assert free.break_even_tokens(FP8, BF16, 1) == 1

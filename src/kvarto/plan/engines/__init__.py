@@ -119,6 +119,8 @@ class EngineFormat(KvFormat):
             rows["k"], rows["v"] or rows["k"], rows["latent"], engine.index_key, data.get("slot_multiple", 1),
             self.page_tokens, engine.window_extra_tokens, self.windows_kept,
         )  # fmt: skip
+        self.is_raw = rows["k"] == Row(1, 2)
+        self._needs_index = data.get("needs_index", False)
         self.needs, self.source, self.flag = data.get("needs", ""), data["source"], data["flag"]
         self.measured = tuple(data.get("measured", ()))
         self.aliases = tuple(f"{engine.name}:{alias}" for alias in data.get("aliases", ()))
@@ -129,6 +131,8 @@ class EngineFormat(KvFormat):
 
     def refuses(self, model: CachedModel) -> str | None:
         """By the kinds of parts that there are."""
+        if self._needs_index and not any(isinstance(part, IndexKey) for part in model.parts):
+            return "only for MLA with sparse attention"
         for part in model.parts:
             if isinstance(part, KeyValue):
                 if self.writer.k is None:
