@@ -71,7 +71,7 @@ class Setting(StrEnum):
 
 @dataclass(frozen=True)
 class At:
-    """A place on the page: `name` without prefix and `_total`; `where` picks samples by a label's values; `versions` in words.
+    """A place on the page: `name` without prefix and `_total`; `where` picks samples by a label's values, "" for none; `versions`.
 
     `label`: the number is not the sample's, it stands in this label (of an info metric).
     """

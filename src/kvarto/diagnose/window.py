@@ -145,7 +145,7 @@ class Window:
         return [
             sample
             for sample in found
-            if all(sample.labels.get(label) in values for label, values in place.where.items())
+            if all(sample.labels.get(label, "") in values for label, values in place.where.items())
         ]
 
     def _pool(self) -> Series | None:

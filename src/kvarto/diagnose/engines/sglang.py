@@ -1,29 +1,39 @@
-"""SGLang, started with --enable-metrics. Names from the 0.5.23 wheel (srt/observability/metrics_collector.py)."""
+"""SGLang, started with --enable-metrics. Names from the wheels 0.4.3 to 0.5.23 (srt/observability/metrics_collector.py).
+
+With priority scheduling the queue is told in all (priority="") and by priority: adding those up would count everybody twice.
+"""
 
 from __future__ import annotations
 
 from kvarto.diagnose.signals import Always, Answer, At, Counter, Engine, Gauge, Label, Setting, Stored, Timing
 
 _SERVER = "/server_info"
+_ALL = {"priority": ("",)}
 
 SGLANG = Engine(
     name="sglang",
     title="SGLang",
     prefixes=("sglang:", "sglang_"),
     marks=("num_running_reqs", "token_usage"),
-    read_from="0.5.23, source of the wheel; older ones, documentation",
+    read_from="wheels 0.4.3, 0.4.6.post5, 0.5.3, 0.5.10 and 0.5.23",
     gauges={
-        Gauge.RUNNING: (At("num_running_reqs"),),
-        Gauge.WAITING: (At("num_queue_reqs"),),
+        Gauge.RUNNING: (At("num_running_reqs", _ALL),),
+        Gauge.WAITING: (At("num_queue_reqs", _ALL),),
         Gauge.USAGE: (At("token_usage"),),
-        Gauge.LIVE_TOKENS: (At("kv_used_tokens"), At("num_used_tokens")),
+        Gauge.LIVE_TOKENS: (At("kv_used_tokens", versions="0.5.23"), At("num_used_tokens")),
         Gauge.POOL_TOKENS: (At("max_total_num_tokens"),),
-        Gauge.POOL_BLOCKS: (At("num_pages"),),
-        Gauge.BLOCK_TOKENS: (At("page_size"),),
+        Gauge.POOL_BLOCKS: (
+            At("num_pages", versions="0.5.23"),
+            At("cache_config_info", label="num_pages", versions="0.5.10"),
+        ),
+        Gauge.BLOCK_TOKENS: (
+            At("page_size", versions="0.5.23"),
+            At("cache_config_info", label="page_size", versions="0.5.10"),
+        ),
         Gauge.HIT_RATE: (At("cache_hit_rate"),),
     },
     counters={
-        Counter.PREEMPTIONS: (At("num_retracted_requests"),),
+        Counter.PREEMPTIONS: (At("num_retracted_requests", versions="since 0.5.10"),),
         Counter.PROMPT_TOKENS: (At("prompt_tokens"),),
         Counter.COMPUTED_TOKENS: (At("realtime_tokens", {"mode": ("prefill_compute",)}),),
         Counter.CACHED_TOKENS: (At("cached_tokens"),),
@@ -36,11 +46,11 @@ SGLANG = Engine(
     timings={
         Timing.TTFT: (At("time_to_first_token_seconds"),),
         Timing.ITL: (
-            At("inter_token_latency_seconds"),
-            At("time_per_output_token_seconds", versions="until about 0.4.6"),
+            At("inter_token_latency_seconds", versions="since 0.4.6.post5"),
+            At("time_per_output_token_seconds", versions="0.4.3"),
             At("request_time_per_output_token_seconds"),
         ),
-        Timing.QUEUE: (At("queue_time_seconds"),),
+        Timing.QUEUE: (At("queue_time_seconds", versions="since 0.5.3"),),
         Timing.E2E: (At("e2e_request_latency_seconds"),),
     },
     settings={

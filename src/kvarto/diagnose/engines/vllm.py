@@ -1,4 +1,4 @@
-"""vLLM. V1 names from the 0.32 wheel (v1/metrics/loggers.py); older ones from its documentation."""
+"""vLLM. Names from the wheels 0.8.5 to 0.32.0: v1/metrics/loggers.py, and engine/metrics.py of V0. `versions`: of those wheels, which have a name."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ VLLM = Engine(
     title="vLLM",
     prefixes=("vllm:", "vllm_"),
     marks=("num_requests_running", "cache_config_info"),
-    read_from="0.32.0, source of the wheel and a live CPU server; 0.8 to 0.31, documentation",
+    read_from="wheels 0.8.5, 0.9.2, 0.10.2, 0.11.2, 0.13.0, 0.18.0 and 0.32.0, the last one live too",
     gauges={
         Gauge.RUNNING: (At("num_requests_running"),),
         # waiting_by_reason{capacity} counts whoever waits for the scheduler, for whatever: it says nothing of KV by itself (0.32, loggers.py)
         Gauge.WAITING: (At("num_requests_waiting"),),
-        Gauge.USAGE: (At("kv_cache_usage_perc"), At("gpu_cache_usage_perc", versions="until 0.9")),
-        Gauge.POOL_TOKENS: (At(_INFO, label="kv_cache_size_tokens", versions="since about 0.29"),),
+        Gauge.USAGE: (At("kv_cache_usage_perc"), At("gpu_cache_usage_perc", versions="0.8.5 to 0.11.2")),
+        Gauge.POOL_TOKENS: (At(_INFO, label="kv_cache_size_tokens", versions="0.32.0"),),
         Gauge.POOL_BLOCKS: (At(_INFO, label="num_gpu_blocks"),),
         Gauge.BLOCK_TOKENS: (At(_INFO, label="block_size"),),
         Gauge.HIT_RATE: (At("gpu_prefix_cache_hit_rate", versions="V0"),),
@@ -28,19 +28,24 @@ VLLM = Engine(
     counters={
         Counter.PREEMPTIONS: (At("num_preemptions"),),
         Counter.PROMPT_TOKENS: (At("prompt_tokens"),),
-        Counter.COMPUTED_TOKENS: (At("prompt_tokens_by_source", {"source": ("local_compute",)}),),
-        Counter.CACHED_TOKENS: (At("prompt_tokens_cached"),),
-        Counter.QUERIES: (At("prefix_cache_queries"), At("gpu_prefix_cache_queries", versions="V1 until 0.9")),
-        Counter.HITS: (At("prefix_cache_hits"), At("gpu_prefix_cache_hits", versions="V1 until 0.9")),
+        Counter.COMPUTED_TOKENS: (
+            At("prompt_tokens_by_source", {"source": ("local_compute",)}, versions="since 0.18.0"),
+        ),
+        Counter.CACHED_TOKENS: (At("prompt_tokens_cached", versions="since 0.18.0"),),
+        Counter.QUERIES: (
+            At("prefix_cache_queries"),
+            At("gpu_prefix_cache_queries", versions="V1 from 0.8.5 to 0.11.2"),
+        ),
+        Counter.HITS: (At("prefix_cache_hits"), At("gpu_prefix_cache_hits", versions="V1 from 0.8.5 to 0.11.2")),
         Counter.GENERATED: (At("generation_tokens"),),
         Counter.CORRUPTED: (At("corrupted_requests"),),
     },
     timings={
         Timing.TTFT: (At("time_to_first_token_seconds"),),
         Timing.ITL: (
-            At("inter_token_latency_seconds"),
-            At("time_per_output_token_seconds", versions="until 0.11"),
-            At("request_time_per_output_token_seconds"),
+            At("inter_token_latency_seconds", versions="since 0.10.2"),
+            At("time_per_output_token_seconds", versions="0.8.5 to 0.13.0"),
+            At("request_time_per_output_token_seconds", versions="since 0.11.2"),
         ),
         Timing.QUEUE: (At("request_queue_time_seconds"),),
         Timing.PREFILL: (At("request_prefill_time_seconds"),),
