@@ -85,13 +85,13 @@ def gain_curves(made: Answer) -> Markup:
     if not lines:
         return Markup("")
     most = max(value for line in lines for _, value in line.points)
-    title = f"Decode at batch {batch}, times {made.baseline}"
+    title = f"Decode at batch {batch}: times faster than {made.baseline}, at most"
     fp8 = next((each for each in made.formats if each.name in ("fp8", "vllm:fp8_e4m3")), None)
     marks = [(made.scenario.context_tokens, "asked")]
     low, high = cells[0].context_tokens, cells[-1].context_tokens
     if fp8 is not None and fp8.break_even_tokens is not None and low < fp8.break_even_tokens < high:
         marks.append((fp8.break_even_tokens, f"{fp8.name} pays from here"))
-    return _chart(title, "at most: a bound", lines, (1.0, _round_up(most)), marks=marks)
+    return _chart(title, "", lines, (1.0, _round_up(most)), marks=marks)
 
 
 def hit_curve(prefixes: PrefixAnswer) -> Markup:
@@ -130,7 +130,8 @@ def waterfall(made: Answer, each: FormatAnswer) -> Markup:
             "strong",
         )
     ]
-    at, y = 0.0, 28.0
+    at, y, edge = 0.0, 28.0, left + whole * scale
+    parts.append(_line(edge, 24, edge, y + len(pieces) * (bar + gap) - gap + 2, "mark"))
     for number, piece in enumerate(pieces):
         missing = piece.nbytes < 0
         start = whole if missing else at
@@ -147,8 +148,6 @@ def waterfall(made: Answer, each: FormatAnswer) -> Markup:
         )
         at += max(piece.nbytes, 0)
         y += bar + gap
-    edge = left + whole * scale
-    parts.append(_line(edge, 24, edge, y - gap + 2, "mark"))
     return _svg(width, y, parts, f"Memory of a GPU in {each.name}")
 
 
