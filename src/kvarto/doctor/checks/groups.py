@@ -35,6 +35,8 @@ def _group(name: str, arm: Arm | None, rollout: Rollout) -> Outcome:
     if arm is None:
         return Outcome(name, Status.ASK, f"no {name} was named", f"name it: --{name} URL")
     engine = arm.engine
+    if arm.source == rollout.candidate.source:
+        return Outcome(name, Status.FAIL, f"the {name} is the candidate itself", f"name another engine: --{name} URL")
     if engine is None:
         return Outcome(name, Status.FAIL, arm.problem, f"start the {name}")
     told = arm.settings.get(Setting.KV_DTYPE)

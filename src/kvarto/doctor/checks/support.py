@@ -63,10 +63,10 @@ def _answer(question: Question, unknown: list[str], rollout: Rollout) -> Iterato
 
 def _evidence(cell: Cell, said: str, rollout: Rollout) -> str:
     note = f"; {cell.note}" if cell.note else ""
-    age = max(0, (rollout.today - cell.read).days)
-    return (
-        f"{said}: {cell.support} for {_where(cell)}{note} [{cell.source}; version {cell.version}; read {age} days ago]"
-    )
+    age, runs = max(0, (rollout.today - cell.read).days), rollout.candidate.settings.get(Setting.VERSION)
+    other = f" (this engine is {runs.value})" if runs is not None and runs.value != cell.version else ""
+    told = f"{cell.source}; version {cell.version}{other}; read {age} days ago"
+    return f"{said}: {cell.support} for {_where(cell)}{note} [{told}]"
 
 
 def _where(cell: Cell) -> str:
