@@ -75,7 +75,7 @@ def load(url: str, clients: int, prompt_tokens: int, new_tokens: int) -> Iterato
 
 def diagnosis(url: str, capsys: pytest.CaptureFixture[str]) -> dict:
     code = cli.run(
-        ["diagnose", url, "--seconds", "2.5", "--every", "0.1", "--json", "--weights", WEIGHTS, "--head-dim", "16"]
+        ["diagnose", url, "--seconds", "2", "--every", "0.1", "--json", "--weights", WEIGHTS, "--head-dim", "16"]
     )
     found = json.loads(capsys.readouterr().out)
     assert code == (3 if found["verdict"] == "inconclusive" else 0)
@@ -83,14 +83,14 @@ def diagnosis(url: str, capsys: pytest.CaptureFixture[str]) -> dict:
 
 
 def test_too_little_memory_is_capacity_bound(capsys):
-    with serving(memory="256KiB", most_running=16, most_waiting=64) as url, load(url, 8, 300, 60):
+    with serving(memory="256KiB", most_running=16, most_waiting=64) as url, load(url, 5, 300, 40):
         found = diagnosis(url, capsys)
     assert (found["verdict"], found["engine"], found["kv_format"]) == ("capacity-bound", "kvarto", "int4")
     assert {each["name"] for each in found["formats"]} >= {"int3", "int2"}
 
 
 def test_too_few_slots_beside_free_memory_are_queue_bound(capsys):
-    with serving(memory="16MiB", most_running=1, most_waiting=64) as url, load(url, 6, 20, 40):
+    with serving(memory="16MiB", most_running=1, most_waiting=64) as url, load(url, 4, 20, 30):
         assert diagnosis(url, capsys)["verdict"] == "queue-bound"
 
 
