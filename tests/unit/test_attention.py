@@ -252,8 +252,8 @@ def test_footprint_is_what_layout_says() -> None:
     layout = kv.layers[0].layout
     footprint = kv.footprint()
     assert footprint.payload_bytes + footprint.metadata_bytes == 19 * layout.nbytes
-    # Keys one bit more for 16 of their channels.
-    assert footprint.payload_bytes == 19 * 64 * HEADS * DIM * (4 + 16 / DIM + 4) // 8
+    # Keys two bits more for a quarter of their channels.
+    assert footprint.payload_bytes == 19 * 64 * HEADS * DIM * (4 + 0.5 + 4) // 8
     assert footprint.raw_bytes == 3 * kv.layers[0].raw_layout.nbytes
     assert kv.layers[0].footprint().allocated_bytes <= (19 + 4) * layout.nbytes
 
