@@ -38,7 +38,7 @@ test-slow: $(READY)  ## more random traffic, longer state machines
 	$(PYTEST) --timeout=3000 -m slow tests
 	KVARTO_MACHINE_EXAMPLES=3000 KVARTO_MACHINE_STEPS=100 $(PYTEST) --timeout=3000 tests/properties
 
-test-models: $(READY)  ## tests on the larger real models, which are fetched (0.5 GB)
+test-models: $(READY)  ## quality on real models, the larger of which are fetched (0.5 GB)
 	$(BIN)/kvarto models fetch qwen2.5-coder-0.5b-instruct
 	OMP_NUM_THREADS=2 $(BIN)/pytest -m models
 

@@ -84,6 +84,7 @@ def kl(name: str, policy: str | Policy) -> float:
 
 
 @pytest.mark.model
+@pytest.mark.models  # slow, and of a kind with the next one
 def test_ours_beats_kivi_on_the_default_model() -> None:
     assert kl("default", "int4") <= kl("default", "kivi4-g32")
 
