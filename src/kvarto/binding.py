@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from kvarto.codecs import Codec
 from kvarto.errors import BackendUnavailable, UnknownName
 from kvarto.jit import compile_reader
-from kvarto.kernels import triton_seal
+from kvarto.kernels import numba_seal, triton_seal
 from kvarto.kernels.base import Kernel, SlabReader
 from kvarto.kernels.numba import NumbaKernel
 from kvarto.kernels.reference import ReferenceKernel
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 KERNELS: tuple[type[Kernel], ...] = (NumbaKernel, TritonKernel, ReferenceKernel)
 """In the order of preference."""
+
+SEALERS = {"cuda": triton_seal, "cpu": numba_seal}
+"""By device: modules with `supports` and `seal_pages`."""
 
 
 @dataclass(frozen=True)
@@ -110,18 +113,17 @@ Sealer = Callable[["Tensor", "Tensor", "Tensor", "Tensor", "Tensor | None"], Non
 def choose_sealer(
     raw_layout: PageLayout, layout: PageLayout, k: BoundCodec, v: BoundCodec, device: str
 ) -> Sealer | None:
-    """What seals pages on the GPU in one launch, or None: then they go through `encode`, a torch operation at a time."""
-    if device != "cuda":
-        return None
+    """What seals pages in one call, with the bytes of `encode`, or None: then they go through `encode`, a torch operation at a time."""
     sealings = k.codec.sealing(layout.k), v.codec.sealing(layout.v)
-    if not triton_seal.supports(raw_layout, layout, *sealings, device):
+    kernel = SEALERS.get(device)
+    if kernel is None or not kernel.supports(raw_layout, layout, *sealings, device):
         return None
 
     def seal(
         raw_pages: Tensor, raw_ids: Tensor, sealed_pages: Tensor, sealed_ids: Tensor, saturated: Tensor | None
     ) -> None:
         assert sealings[0] is not None and sealings[1] is not None, "seal without supports"  # noqa: PT018
-        triton_seal.seal_pages(
+        kernel.seal_pages(
             raw_pages, raw_layout, raw_ids, sealed_pages, layout, sealed_ids, sealings[0], sealings[1], saturated
         )
 

@@ -146,14 +146,16 @@ def compile_reader(function: Callable[..., None], layout: SlabLayout, constants:
     return CompiledReader(_compile(read_at, types.void(types.CPointer(types.uint8), *[floats] * 6), cache=ours))
 
 
-def compile_kernel(function: Callable[[Any], None], record: Any) -> Any:
-    """Compile `function(pointer to a record of this numpy dtype) -> None` to a C function, with reassociation allowed.
+def compile_kernel(function: Callable[[Any], None], record: Any, *, exact: bool = False) -> Any:
+    """Compile `function(pointer to a record of this numpy dtype) -> None` to a C function, with reassociation allowed unless it is to be `exact`.
 
     NaN and infinity keep their meaning. The result's `address` is what a team of threads is started with (kernels/team.py).
     """
     numba = require("numba")
     pointer = numba.types.CPointer(numba.from_dtype(record))
-    return _compile(function, numba.types.void(pointer), fastmath={"reassoc", "contract", "arcp", "nsz"})
+    return _compile(
+        function, numba.types.void(pointer), fastmath=False if exact else {"reassoc", "contract", "arcp", "nsz"}
+    )
 
 
 def _compile(function: Callable[..., None], signature: Any, *, cache: bool = True, **options: Any) -> Any:

@@ -113,6 +113,13 @@ class SlabLayout:
         """Bytes of the slab, padding included."""
         return _align(self.fields[-1].end, SLAB_ALIGNMENT_BYTES)
 
+    @cached_property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """Bytes between and after the fields, (first, end): they are 0."""
+        starts = [*(field.offset for field in self.fields), self.nbytes]
+        ends = [0, *(field.end for field in self.fields)]
+        return tuple((end, start) for end, start in zip(ends, starts, strict=True) if start > end)
+
     @property
     def payload_nbytes(self) -> int:
         """Bytes of the codes themselves: of the fields whose names begin with `codes` or `values`. All else is metadata."""

@@ -11,7 +11,6 @@ halving adds what `halving_mean` adds: padding is 0 and changes no sum.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
@@ -272,7 +271,7 @@ def make_plan(raw_layout: PageLayout, layout: PageLayout, side: Side, sealing: S
         zero_at=zero.offset if zero else 0,
         groups=groups,
         group_pad=group_rows if groups > 1 else _power_of_two(rows),
-        gaps=tuple(_gaps(slab)),
+        gaps=slab.gaps,
         limit=sealing.limit if isinstance(sealing, Cast) else FLOAT16_MAX,
         scales=len(sealing.scales) if isinstance(sealing, Cast) else 0,
         minus=rotation.minus if rotation else (),
@@ -362,15 +361,6 @@ def _fields(plane: Plane, columns: int) -> tuple[int, ...]:
     runs = tuple(field[0] // run for field in fields)
     fits = all(field == list(range(i * run, (i + 1) * run)) for field, i in zip(fields, runs, strict=True))
     return runs if fits else ()
-
-
-def _gaps(slab: SlabLayout) -> Iterator[tuple[int, int]]:
-    """Bytes between and after the fields."""
-    end = 0
-    for start, after in [*((field.offset, field.end) for field in slab.fields), (slab.nbytes, slab.nbytes)]:
-        if start > end:
-            yield end, start
-        end = after
 
 
 def _halving_order(odd: int) -> int:
