@@ -1,4 +1,4 @@
-"""How a codec seals a slab, as plain data, for kernels that seal on a GPU (kernels/triton_seal.py). No torch.
+"""How a codec seals a slab, as plain data, for compiled code that seals (kernels/numba_seal.py, triton_seal.py). No torch.
 
 `Codec.encode` is the truth; a codec whose encoding is one of these three says so with `Codec.sealing`, and a kernel then writes the same bytes:
 

@@ -12,7 +12,7 @@ never below 2^-24, float16's smallest number: groups whose step would be smaller
 
 Rounding: all arithmetic is float32, one rounding to nearest even for each +, -, *, / and square root, nothing fused, nothing divided by way
 of a reciprocal (so divisors are tensors: torch multiplies by the reciprocal of a number on GPUs). Means are `halving_mean`. Codes and float16
-round to nearest even. kernels/triton_seal.py computes the same, to the bit.
+round to nearest even. kernels/triton_seal.py and numba_seal.py compute the same, to the bit.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ class Codec(ABC):
         return None
 
     def sealing(self, layout: SlabLayout) -> Sealing | None:
-        """What `encode` does, as plain data, for kernels that seal on a GPU; None if it is none of the ways that they know."""
+        """What `encode` does, as plain data, for compiled code that seals; None if it is none of the ways that this knows."""
         return None
 
     def refuses(self, side: Side, page_tokens: int, dim: int) -> str | None:

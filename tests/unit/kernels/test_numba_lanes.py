@@ -1,4 +1,4 @@
-"""The kernel on machines with narrower vectors, which numba is told to compile for; a process of its own each, since vectors are chosen once."""
+"""The kernel, and sealing, on machines with narrower vectors, which numba is told to compile for; a process of its own each, since vectors are chosen once."""
 
 from __future__ import annotations
 
@@ -20,6 +20,12 @@ from kvarto.simd import LANES
 assert LANES == {lanes}, LANES
 batch = make("int4", Geometry(1, 128, 64), [300, 130], [1, 20], R=3)
 assert_near(batch.attend(), batch.expected())
+
+from sealing_cases import FEW, case, check
+from kvarto.codecs import registry
+from kvarto.kernels import numba_seal
+for k, v, dim in (("int4", "int4", 64), ("int8", "kivi2", 72), ("fp8", "int2", 80)):
+    check(case(registry[k], registry[v], Geometry(1, dim, dim), FEW), numba_seal, "cpu")
 """
 
 
