@@ -1,164 +1,81 @@
-"""What to do first: rules as data, each with its reason. They go from what costs nothing to what needs an evaluation.
-
-The order is that of the four steps: fix what wastes memory and time whatever the format, then FP8, then fewer bits where memory still lacks and
-an evaluation says so; a fallback always stays.
-"""
+"""What to do first: the rules that plans go by too (kvarto/advice.toml), on what was seen here, each with the engine's own switch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
+from kvarto import advice
 from kvarto.diagnose.decide import Cause, Diagnosis
-from kvarto.diagnose.signals import Counter, Timing
+from kvarto.diagnose.measure import prefill_share
+from kvarto.diagnose.signals import Counter, Gauge, Timing
 from kvarto.diagnose.window import Window
-
-LOW_HITS = 0.05
-LONG_GAP = 4.0
-"""Times the mean gap: whoever generates waits for a prompt."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What rules look at. `prefix_caching`, `chunked_prefill`: None if the engine does not tell; `kv_bits`: of the present format."""
+    """What rules look at. `prefix_caching`, `chunked_prefill`: None if the engine does not tell; `kv_bits`: of the present format.
+
+    `model`: signals that the model alone gives, where its config is known.
+    """
 
     window: Window
     diagnosis: Diagnosis
     prefix_caching: bool | None
     chunked_prefill: bool | None
-    kv_bits: float | None
+    kv_bits: float
+    model: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Rule:
-    """A piece of advice: said when `when` is true of the facts. `option`: which entry of the engine's `advice` names its switch."""
+class Hint:
+    """A rule that holds here, and how this engine calls the switch that it is about."""
 
-    name: str
-    when: Callable[[Facts], bool]
-    says: str
-    because: str
-    option: str = ""
-
-
-@dataclass(frozen=True)
-class Advice:
-    """A rule that holds here."""
-
-    name: str
-    says: str
-    because: str
+    rule: advice.Advice
     how: str
 
-
-def _gaps_wait_for_prompts(facts: Facts) -> bool:
-    if facts.window.counter(Counter.PREEMPTIONS):
-        return False  # the gaps may be of those that were sent back
-    gap = facts.window.timing(Timing.ITL)
-    high = None if gap is None else gap.quantile(0.99)
-    return gap is not None and high is not None and gap.mean is not None and high[0] > LONG_GAP * gap.mean
+    def to_json(self) -> dict[str, str | int]:
+        """For programs."""
+        return self.rule.to_json() | {"how": self.how}
 
 
-def _bound(*causes: Cause) -> Callable[[Facts], bool]:
-    return lambda facts: facts.diagnosis.cause in causes
-
-
-def _prefixes_differ(facts: Facts) -> bool:
-    hit = facts.window.hit_rate
-    if hit is None or facts.prefix_caching is False:
-        return False
-    return hit < LOW_HITS and _bound(Cause.CAPACITY, Cause.PREFILL)(facts)
-
-
-_KV = (Cause.CAPACITY, Cause.DECODE)
-RULES = (
-    Rule(
-        "NaN in logits",
-        lambda facts: bool(facts.window.counter(Counter.CORRUPTED)),
-        "Find out where the NaN come from before anything else",
-        "numbers of a server that computes NaN say nothing",
-    ),
-    Rule(
-        "prefix caching",
-        lambda facts: facts.prefix_caching is False,
-        "Switch on prefix caching",
-        "what prompts share is stored once and computed once, at full precision",
-        "prefix caching",
-    ),
-    Rule(
-        "chunked prefill",
-        lambda facts: facts.chunked_prefill is False,
-        "Switch on chunked prefill",
-        "a long prompt in one step keeps everybody else from generating",
-        "chunked prefill",
-    ),
-    Rule(
-        "smaller chunks",
-        lambda facts: facts.chunked_prefill is not False and _gaps_wait_for_prompts(facts),
-        "Let a step compute fewer prompt tokens",
-        "one gap in a hundred is over four times the mean: who generates waits for others' prompts",
-        "smaller chunks",
-    ),
-    Rule(
-        "prefixes first",
-        _prefixes_differ,
-        "See whether prompts could begin alike",
-        "the prefix cache hits next to nothing: a date at the top makes every prompt new",
-    ),
-    Rule(
-        "more slots",
-        lambda facts: _bound(Cause.QUEUE)(facts) and bool(facts.window.engine.waits_for),
-        "Allow more slots, or add a replica",
-        "each slot needs KV memory: a smaller format pays for more of them with the same bytes",
-        "more sequences",
-    ),
-    Rule(
-        "more sequences",
-        lambda facts: _bound(Cause.QUEUE)(facts) and not facts.window.engine.waits_for,
-        "Allow more sequences in a step, or add a replica",
-        "requests wait while there is memory for them",
-        "more sequences",
-    ),
-    Rule(
-        "pool",
-        _bound(Cause.CAPACITY),
-        "Give the pool more of the memory",
-        "it costs nothing if the rest is idle",
-        "pool",
-    ),
-    Rule(
-        "FP8",
-        lambda facts: _bound(*_KV)(facts) and (facts.kv_bits is None or facts.kv_bits > 8.5),
-        "Then FP8, with calibrated scales, evaluated on long contexts",
-        "half the bytes at nearly 16 bits' quality on most models; scales of 1.0 are what goes wrong",
-        "format",
-    ),
-    Rule(
-        "below 8 bits",
-        _bound(*_KV),
-        "Fewer bits if memory still lacks, once `kvarto study` or your own evaluation passes",
-        "reasoning, tool calls and formats break first, and at long context",
-        "format",
-    ),
-    Rule(
-        "prefill",
-        _bound(Cause.PREFILL),
-        "Do not change the KV format for speed",
-        "the time goes into computing prompts, which a packed cache makes no faster",
-    ),
-    Rule(
-        "not KV",
-        _bound(Cause.NOT_KV),
-        "Leave the KV cache as it is",
-        "it limits nothing here; fewer bits would only risk quality",
-    ),
-)
-
-
-def advise(facts: Facts) -> list[Advice]:
+def advise(facts: Facts) -> list[Hint]:
     """What holds here, what to do first at the top."""
-    engine = facts.window.engine
-    return [
-        Advice(rule.name, rule.says, rule.because, engine.advice.get(rule.option, ""))
-        for rule in RULES
-        if rule.when(facts)
-    ]
+    named = facts.window.engine.advice
+    return [Hint(rule, named.get(rule.option, "")) for rule in advice.advise(signals(facts))]
+
+
+def signals(facts: Facts) -> dict[str, float]:
+    """What is known of this window; a signal that is not is left out."""
+    window, cause = facts.window, facts.diagnosis.cause
+    found: dict[str, float | None] = {
+        "capacity_bound": cause is Cause.CAPACITY,
+        "queue_bound": cause is Cause.QUEUE,
+        "prefill_bound": cause is Cause.PREFILL,
+        "not_kv": cause is Cause.NOT_KV,
+        "kv_bound": cause in (Cause.CAPACITY, Cause.DECODE),
+        "kv_bits": facts.kv_bits,
+        "prefix_caching": facts.prefix_caching,
+        "chunked_prefill": facts.chunked_prefill,
+        "hit_rate": None if facts.prefix_caching is False else window.hit_rate,
+        "long_gaps": None if facts.chunked_prefill is False else _long_gaps(window),
+        "waits_for_slots": bool(window.engine.waits_for),
+        "corrupted": window.counter(Counter.CORRUPTED),
+    }
+    if cause is not Cause.UNKNOWN:
+        running = window.gauge(Gauge.RUNNING)
+        found |= {
+            "prefill_share": prefill_share(window)[0],
+            "kv_share": facts.diagnosis.kv_share,
+            "concurrency": None if running is None else running.mean,
+        }
+    return {name: value for name, value in (found | dict(facts.model)).items() if value is not None}
+
+
+def _long_gaps(window: Window) -> float | None:
+    """The gap that one in a hundred exceeds, at least, over the mean one; None where nobody knows, or gaps may be of those that were sent back."""
+    gap = window.timing(Timing.ITL)
+    high = None if gap is None else gap.quantile(0.99)
+    if window.counter(Counter.PREEMPTIONS) or gap is None or high is None or not gap.mean:
+        return None
+    return high[0] / gap.mean

@@ -34,8 +34,8 @@ MOSTLY = 0.5
 """Of the time: the larger part."""
 KV_SHARE_PAYS = 0.4
 """From this share of a step's bytes on, half the bytes make the step a quarter faster: 1 / (1 - .4 + .4 / 2) = 1.25."""
-LEAST_FIRST_TOKENS, LEAST_TOKENS = 5, 100
-"""With less than that a window says nothing."""
+LEAST_FIRST_TOKENS, LEAST_TOKENS, MANY_TOKENS = 5, 100, 500
+"""With fewer first tokens or tokens a window says nothing; with so many generated it does, however few requests they are of."""
 LEAST_SCRAPES = 5
 """With fewer a gauge is of single moments."""
 LONG_QUEUE_SECONDS = 0.1
@@ -112,7 +112,8 @@ def too_little(window: Window) -> str:
     waiting = window.gauge(Gauge.WAITING)
     if waiting is not None and waiting.share_above(0) >= OFTEN and len(waiting.values) >= LEAST_SCRAPES:
         return ""  # a server that is so full that nothing ends within the window
-    if first is not None and first.count < LEAST_FIRST_TOKENS:
+    few = first is not None and first.count < LEAST_FIRST_TOKENS and (generated or 0.0) < MANY_TOKENS
+    if first is not None and few:
         return f"{first.count:.0f} requests got their first token in this window, fewer than {LEAST_FIRST_TOKENS}: watch for longer, under load"
     if generated is not None and (tokens := generated + (window.computed_tokens or 0.0)) < LEAST_TOKENS:
         return f"{tokens:.0f} tokens went through the model in this window, fewer than {LEAST_TOKENS}: watch for longer, under load"

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvarto.diagnose.advice import Advice
+from kvarto.diagnose.advice import Hint
 from kvarto.diagnose.decide import Cause, Diagnosis
 from kvarto.diagnose.formats import Change
 from kvarto.diagnose.settings import Told
@@ -24,14 +24,18 @@ _HOLDS = {True: "yes", False: "no", None: "?"}
 
 @dataclass(frozen=True)
 class Report:
-    """All that `kvarto diagnose` says. `present`: the KV format now and where that stands, None if the engine does not tell."""
+    """All that `kvarto diagnose` says. `present`: the KV format now and where that stands, None if the engine does not tell.
+
+    `model`: the name of that of which bytes were counted, None if only its `head_dim` was known.
+    """
 
     window: Window
     diagnosis: Diagnosis
     settings: dict[Setting, Told]
     changes: Sequence[Change]
-    advice: Sequence[Advice]
-    assumed_dim: int
+    advice: Sequence[Hint]
+    model: str | None
+    head_dim: int | None
 
     @property
     def present(self) -> Told | None:
@@ -63,9 +67,10 @@ def as_json(report: Report) -> dict[str, Any]:
         "missing": list(diagnosis.missing),
         "notes": list(diagnosis.notes),
         "settings": {setting.value: asdict(told) for setting, told in report.settings.items()},
-        "advice": [asdict(each) for each in report.advice],
+        "advice": [each.to_json() for each in report.advice],
         "formats": [asdict(each) for each in report.changes],
-        "head_dim": report.assumed_dim,
+        "model": report.model,
+        "head_dim": report.head_dim,
     }
 
 
@@ -82,7 +87,13 @@ def show(report: Report, console: Console) -> None:
     console.print(_findings(diagnosis))
     for number, each in enumerate(report.advice, 1):
         console.print(
-            Text.assemble(f"{number}. ", (each.says, "bold"), f": {each.because}", f" ({each.how})" if each.how else "")
+            Text.assemble(
+                f"{number}. ",
+                (each.rule.say, "bold"),
+                f" ({each.how})" if each.how else "",
+                f" {each.rule.because}",
+                (f" [{each.rule.source}]", "dim"),
+            )
         )
     if report.changes:
         console.print("\nWhat a format would change")
@@ -135,7 +146,7 @@ _COLUMNS = ("bits", "smaller", "pool tokens", "prompts", "step at most")
 def _cells(change: Change) -> dict[str, str]:
     faster = change.faster_at_most
     cells = (
-        f"{change.bits_per_number:.2f}",
+        "" if change.bits_per_number is None else f"{change.bits_per_number:.2f}",
         f"{change.smaller:.2f}x",
         _count(change.pool_tokens),
         _count(change.requests),
@@ -160,7 +171,8 @@ def _count(number: float | None) -> str:
 def _caveat(report: Report) -> str:
     present = report.present
     now = "16 bits, which the engine does not tell" if present is None else present.value
-    return f"Against {now}, with heads of {report.assumed_dim}. Room is arithmetic; steps are upper bounds, real kernels reach less."
+    counted = f"on heads of {report.head_dim}" if report.model is None else f"on {report.model}"
+    return f"Against {now}, counted {counted}. Room is arithmetic; steps are upper bounds, real kernels reach less."
 
 
 def markdown(report: Report) -> str:
@@ -179,7 +191,9 @@ def markdown(report: Report) -> str:
     lines += [
         "",
         *(
-            f"{n}. **{each.says}**: {each.because}" + (f" (`{each.how}`)" if each.how else "")
+            f"{n}. **{each.rule.say}**"
+            + (f" (`{each.how}`)" if each.how else "")
+            + f" {each.rule.because} [{each.rule.source}]"
             for n, each in enumerate(report.advice, 1)
         ),
     ]

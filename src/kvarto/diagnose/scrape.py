@@ -53,6 +53,17 @@ def is_url(text: str) -> bool:
     )
 
 
+def read_headers(lines: Sequence[str]) -> dict[str, str]:
+    """'NAME: VALUE' each. Raises UsageError, which shows no value: it may be a key."""
+    found = {}
+    for line in lines:
+        name, colon, value = line.partition(":")
+        if not colon or not name.strip() or not value.strip() or not line.isprintable():
+            raise UsageError("--header", "'NAME: VALUE'", f"{name[:20]!r} ..." if colon else "one without a colon")
+        found[name.strip()] = value.strip()
+    return found
+
+
 def base_of(url: str) -> str:
     """scheme://host:port of an address. Raises UsageError."""
     parts = urllib.parse.urlsplit(url if "://" in url else f"http://{url}")

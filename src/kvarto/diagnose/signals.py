@@ -112,28 +112,13 @@ Place = Label | Answer | Always
 
 
 @dataclass(frozen=True)
-class Stored:
-    """A KV format of an engine: bits of a number, D its head dimension: `bits` + `per_head_bits` / D, metadata included. `alias`: of that one."""
-
-    name: str
-    bits: float
-    per_head_bits: float = 0.0
-    note: str = ""
-    alias: str = ""
-
-    def bits_per_number(self, dim: int) -> float:
-        """Of K and V on average."""
-        return self.bits + self.per_head_bits / dim
-
-
-@dataclass(frozen=True)
 class Engine:
     """All that is known of an engine's page.
 
     prefixes      of its names, in both spellings (`vllm:`, `vllm_`)
     marks         names (without prefix) of which a page of this engine has at least one
     read_from     which versions the names were read from, and how
-    plain         what a KV format that is not quantized is called
+    formats_of    the engine whose KV formats it has, by its name in plan/engines; "" for its own
     absent        signals that no version tells, and what to do about it
     model_label   the label that names the model
     seconds_of_steps  whether Counter.*_SECONDS are of steps; else each request counts the same step
@@ -150,8 +135,7 @@ class Engine:
     counters: Mapping[Counter, tuple[At, ...]]
     timings: Mapping[Timing, tuple[At, ...]]
     settings: Mapping[Setting, tuple[Place, ...]]
-    formats: tuple[Stored, ...]
-    plain: tuple[str, ...] = ("auto", "bfloat16", "bf16", "float16", "fp16", "half")
+    formats_of: str = ""
     absent: Mapping[Gauge | Counter | Timing, str] = field(default_factory=dict)
     model_label: str = "model_name"
     seconds_of_steps: bool = True
@@ -159,10 +143,10 @@ class Engine:
     paths: tuple[str, ...] = ("/metrics",)
     advice: Mapping[str, str] = field(default_factory=dict)
 
-    def canonical(self, name: str) -> str:
-        """The name of a format that an alias stands for."""
-        name = name.strip().lower()
-        return next((each.alias for each in self.formats if each.name == name and each.alias), name)
+    @property
+    def stores_as(self) -> str:
+        """The engine whose KV formats it has."""
+        return self.formats_of or self.name
 
     def strip(self, name: str) -> str | None:
         """A name without prefix and `_total`; None if it is of another engine."""

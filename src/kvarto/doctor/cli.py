@@ -9,8 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from kvarto.diagnose.cli import read_headers
-from kvarto.diagnose.scrape import base_of, is_url
+from kvarto.diagnose.scrape import base_of, is_url, read_headers
 from kvarto.doctor.check import Check, Outcome, Status, overall
 from kvarto.doctor.checks import ORDER, registry
 from kvarto.doctor.report import as_json, markdown, show

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvarto.plan.advice import Rule, advise
+from kvarto.advice import Advice, advise
 from kvarto.plan.cached import CachedModel, KeyValue, Latent, stage_layers
-from kvarto.plan.engines import plain_bytes
+from kvarto.plan.engines import bits_per_number, plain_bytes
 from kvarto.plan.measured import Measured
 from kvarto.plan.memory import Budget, Room, Stage, check_parallel, room, stages
 from kvarto.plan.speed import LAYER_COST_SECONDS, Machine
@@ -122,7 +122,7 @@ class Answer:
     prefill_share: float | None
     kv_share: float | None
     cells: tuple[Cell, ...]
-    advice: tuple[Rule, ...]
+    advice: tuple[Advice, ...]
     measured: Measured | None
     notes: tuple[str, ...]
 
@@ -155,7 +155,7 @@ class Answer:
             "measured": self.measured and {"path": self.measured.path, "gpu": self.measured.gpu, "commit": self.measured.commit},
             "kv_share": self.kv_share, "prefill_share": self.prefill_share, "prefill_seconds_bound": self.prefill_seconds_bound,
             "curves": [dataclasses.asdict(cell) for cell in self.cells],
-            "advice": [{"id": rule.id, "step": rule.step, "say": rule.say, "because": rule.because, "source": rule.source} for rule in self.advice],
+            "advice": [rule.to_json() for rule in self.advice],
             "notes": list(self.notes),
         }  # fmt: skip
 
@@ -273,14 +273,8 @@ def _format(question: Question, kv: KvFormat, made: list[Stage], machine: Machin
             found |= _measured(question, machine, kv)
     return FormatAnswer(
         kv.name, kv.engine, kv.page_tokens, float(held.growth), held.constant, nbytes,
-        _fullest(question, base).sequence(context) / max(1, nbytes), kv.flag, kv.needs, kv.source, _bits(question.model, kv), **found,
+        _fullest(question, base).sequence(context) / max(1, nbytes), kv.flag, kv.needs, kv.source, bits_per_number(kv, question.model), **found,
     )  # fmt: skip
-
-
-def _bits(model: CachedModel, kv: KvFormat) -> float | None:
-    """Bits that a cached number costs at long context, metadata included; None where nothing grows."""
-    plain = plain_bytes(model).growth
-    return float(16 * bytes_of(kv, model).growth / plain) if plain else None
 
 
 def _measured(question: Question, machine: Machine, kv: KvFormat) -> dict[str, Any]:
@@ -334,14 +328,8 @@ def _signals(
     question: Question, answers: list[FormatAnswer], made: list[Stage], machine: Machine | None, share: float | None, prefill_share: float | None
 ) -> dict[str, float]:  # fmt: skip
     """What advice is given by; those that are not known are left out."""
-    parts = question.model.parts
-    plain = plain_bytes(question.model)
-    signals: dict[str, float] = {
-        "latent": any(isinstance(part, Latent) for part in parts),
-        "widest_head": max((max(part.k_dim, part.v_dim) for part in parts if isinstance(part, KeyValue)), default=0),
-        "constant_share": plain.constant / max(1, plain.sequence(question.scenario.context_tokens)),
-        "concurrency": question.scenario.concurrency,
-    }
+    signals = model_signals(question.model, question.scenario.context_tokens)
+    signals["concurrency"] = question.scenario.concurrency
     by_name = {each.name: each for each in answers}
     if question.budget:
         signals["sm"] = question.budget.gpu.sm
@@ -358,3 +346,15 @@ def _signals(
             least = fp8.break_even_tokens
             signals["below_break_even"] = least is None or question.scenario.context_tokens < least
     return signals
+
+
+def model_signals(model: CachedModel, context_tokens: int) -> dict[str, float]:
+    """What advice goes by that a model alone tells."""
+    plain = plain_bytes(model)
+    return {
+        "latent": any(isinstance(part, Latent) for part in model.parts),
+        "widest_head": max(
+            (max(each.k_dim, each.v_dim) for each in model.parts if isinstance(each, KeyValue)), default=0
+        ),
+        "constant_share": plain.constant / max(1, plain.sequence(context_tokens)),
+    }

@@ -38,12 +38,14 @@ class KvFormat(ABC):
     page_tokens tokens of a page
     is_raw      16 bits, without a codec
     windows_kept  whether what left a sliding window is freed
+    boundary_layers  how many layers at each end stay in 16 bits
     """
 
     name: str
     engine: str
     page_tokens: int
     windows_kept: bool = True
+    boundary_layers: int = 0
     is_raw: bool = False
     needs: str = ""
     source: str = ""

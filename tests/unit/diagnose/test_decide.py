@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+
 import pytest
 
 import engine_pages as pages
 from kvarto.diagnose.advice import Facts, advise
 from kvarto.diagnose.decide import Cause, diagnose
+from kvarto.diagnose.engines import registry
 from kvarto.diagnose.exposition import parse
-from kvarto.diagnose.formats import changes, stored_bits
+from kvarto.diagnose.formats import changes, known_format, stored_bits, token_bytes
 from kvarto.diagnose.measure import Model, kv_share, prefill_share
+from kvarto.diagnose.served import by_config, by_head_dim
 from kvarto.diagnose.window import make_window
 
 
@@ -150,41 +155,118 @@ def test_held_bytes_of_kvarto_need_no_bytes_of_a_token():
     assert "--weights" in kv_share(window(parse(text)), Model())[1]
 
 
+HEAD = by_head_dim(128).model
+
+
 def test_what_a_format_changes_is_bits_over_bits_and_a_bound():
     made = busy(usage=0.98, waiting=5)
-    found = {each.name: each for each in changes(made, 16.0, 128, 0.5)}
-    assert found["fp8"].pool_tokens == 2 * 16000
-    assert found["fp8"].faster_at_most == pytest.approx(1 / (0.5 + 0.25))
+    found = {each.name: each for each in changes(made, None, 16.0, HEAD, 0.5)}
+    assert found["fp8_e4m3"].pool_tokens == 2 * 16000
+    assert found["fp8_e4m3"].faster_at_most == pytest.approx(1 / (0.5 + 0.25))
     assert found["int4_per_token_head"].bits_per_number == 4.25
-    assert found["turboquant_4bit_nc"].bits_per_number == pytest.approx(
-        134 * 8 / 256
-    )  # 134 bytes of K and V for 2 x 128 numbers (facts of its code)
+    # 134 bytes of K and V for 2 x 128 numbers (facts of its code)
+    assert found["turboquant_4bit_nc"].bits_per_number == pytest.approx(134 * 8 / 256)
     assert found["turboquant_k8v4"].bits_per_number == pytest.approx(196 * 8 / 256)
-    assert {each.name for each in changes(made, 8.0, 128, None)}.isdisjoint({"fp8", "fp8_e5m2", "int8_per_token_head"})
+    assert "first and the last 2 layers" in found["turboquant_4bit_nc"].note
+    smaller = {each.name for each in changes(made, None, 8.0, HEAD, None)}
+    assert smaller.isdisjoint({"bf16", "fp8_e4m3", "fp8_e5m2", "int8_per_token_head"})
+    assert "turboquant_4bit_nc" not in {each.name for each in changes(made, None, 16.0, by_head_dim(80).model, None)}
 
 
-def test_bits_of_a_present_format():
-    from kvarto.diagnose.engines import registry
+@pytest.mark.parametrize(
+    ("engine", "name", "dim", "bits"),
+    [
+        ("vllm", "auto", 128, 16), ("vllm", "half", 128, 16), ("vllm", "fp8", 128, 8), ("vllm", "int8_per_token_head", 64, 8.5),
+        ("llama.cpp", "f32", 128, 32), ("llama.cpp", "q5_1", 64, 6), ("sglang", "mxfp8", 128, 8.25), ("sglang", "fp4_mx_block16", 128, 4.5),
+        ("triton-tensorrt-llm", "nvfp4", 128, 4.5), ("kvarto", "fp32", 64, 32), ("kvarto", "int8/int8+sink64", 128, None),
+    ],
+)  # fmt: skip
+def test_bits_of_a_present_format_are_the_planners(engine, name, dim, bits):
+    kv = known_format(registry[engine], name)
+    told = stored_bits(kv, by_head_dim(dim).model)
+    assert told == (bits or stored_bits(known_format(registry[engine], "int8"), by_head_dim(dim).model))
 
-    assert stored_bits(registry["vllm"], "auto", 128) == 16
-    assert stored_bits(registry["vllm"], "int8_per_token_head", 64) == 8.5
-    assert stored_bits(registry["kvarto"], "int8/int8+sink64", 128) == stored_bits(registry["kvarto"], "int8", 128)
-    assert stored_bits(registry["kvarto"], "nonsense", 128) is None
-    assert stored_bits(registry["llama.cpp"], "f32", 128) == 32
+
+def test_a_format_that_nobody_knows_is_none():
+    assert known_format(registry["kvarto"], "nonsense") is None
+    assert known_format(registry["vllm"], "nonsense") is None
+    assert stored_bits(known_format(registry["llama.cpp"], "q8_0"), by_head_dim(80).model) is None
+
+
+GEMMA = {
+    "model_type": "gemma3_text", "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "hidden_size": 256,
+    "intermediate_size": 512, "vocab_size": 1000, "layer_types": ["sliding_attention"] * 5 + ["full_attention"], "sliding_window": 512,
+}  # fmt: skip
+
+
+def test_a_config_gives_bytes_of_weights_and_of_a_token_and_windows_count(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(GEMMA))
+    served = by_config(str(tmp_path))
+    made = busy(usage=0.5, running=2, blocks=1000)  # 8,000 of 16,000 tokens live, 4,000 of each
+    raw = known_format(registry["vllm"], "auto")
+    token = token_bytes(made, raw, served.model)
+    assert token == pytest.approx(4 * 2 * 64 * (4000 + 5 * 512) / 4000)
+    said = served.complete(Model(), made, raw)
+    assert said.kv_token_bytes == token
+    assert said.weights_bytes > 2e6
+    assert served.complete(Model(1e9, 5.0), made, raw) == Model(1e9, 5.0)
+    assert kv_share(made, said)[0] == pytest.approx(8000 * token / (8000 * token + said.weights_bytes))
+
+
+def test_a_recurrent_state_makes_a_pool_grow_by_less_than_its_bits(tmp_path):
+    hybrid = GEMMA | {
+        "model_type": "qwen3_5_text", "layer_types": ["linear_attention"] * 5 + ["full_attention"], "linear_num_key_heads": 4,
+        "linear_key_head_dim": 64, "linear_num_value_heads": 8, "linear_value_head_dim": 64, "linear_conv_kernel_dim": 4,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(hybrid))
+    made, raw = busy(usage=0.98, waiting=5), known_format(registry["vllm"], "auto", 16)
+    model = by_config(str(tmp_path)).model
+    found = {each.name: each for each in changes(made, raw, 16.0, model, None)}["fp8_e4m3"]
+    state, pages = 5 * (8 * 64 * 64 * 4 + (2 * 4 * 64 + 8 * 64) * 3 * 2), 1008 * 4 * 2 * 64
+    assert found.bits_per_number == 8
+    assert found.smaller == pytest.approx((state + pages) / (state + pages / 2))
 
 
 def test_advice_begins_with_what_costs_nothing():
     made = busy(usage=0.98, waiting=5)
     told = advise(Facts(made, diagnose(made), prefix_caching=False, chunked_prefill=False, kv_bits=16.0))
-    names = [each.name for each in told]
-    assert names[:2] == ["prefix caching", "chunked prefill"]
-    assert names.index("FP8") < names.index("below 8 bits")
+    ids = [each.rule.id for each in told]
+    assert ids[:2] == ["prefix-caching-off", "chunked-prefill-off"]
+    assert ids.index("fp8-first") < ids.index("lower") < ids.index("way-back")
     assert told[0].how == "--enable-prefix-caching"
     already = advise(Facts(made, diagnose(made), prefix_caching=True, chunked_prefill=True, kv_bits=8.0))
-    assert "FP8" not in [each.name for each in already]
+    assert "fp8-first" not in [each.rule.id for each in already]
 
 
 def test_prefill_bound_work_is_told_that_a_format_does_not_help():
     made = busy(running=4, prefill=3.0, decode=2.0)
     told = advise(Facts(made, diagnose(made), True, True, 16.0))
-    assert "Do not change the KV format for speed" in [each.says for each in told]
+    assert "quantizing makes prefill no faster" in next(
+        each.rule.say for each in told if each.rule.id == "prefill-heavy"
+    )
+
+
+def test_long_answers_of_few_requests_are_enough_to_decide_by():
+    made = window(
+        *(pages.vllm(requests=10, at=30 * i, **{"vllm:generation_tokens_total": 1000 + 400 * i}) for i in range(3))
+    )
+    assert "fewer than" not in diagnose(made, Model(1e9, 1e5)).reason
+    fewer = window(
+        *(pages.vllm(requests=10, at=30 * i, **{"vllm:generation_tokens_total": 1000 + 100 * i}) for i in range(3))
+    )
+    assert "0 requests got their first token" in diagnose(fewer, Model(1e9, 1e5)).reason
+
+
+def test_a_window_in_which_nothing_happened_gives_no_advice_by_its_times():
+    made = window(pages.vllm(requests=1, at=0), pages.vllm(requests=2, at=60, prefill=9.0, decode=0.1))
+    found = diagnose(made)
+    assert found.cause is Cause.UNKNOWN
+    assert advise(Facts(made, found, True, True, 16.0)) == []
+
+
+@pytest.mark.parametrize(("parts", "rule"), [({"latent": 1}, "latent"), ({"constant_share": 0.9}, "windows")])
+def test_what_the_model_alone_tells_is_said_where_its_config_is_known(parts, rule):
+    made = busy(usage=0.98, waiting=5)
+    facts = Facts(made, diagnose(made), True, True, 16.0)
+    assert rule not in [each.rule.id for each in advise(facts)]
+    assert rule in [each.rule.id for each in advise(replace(facts, model=parts))]

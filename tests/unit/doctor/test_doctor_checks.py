@@ -16,8 +16,8 @@ import pytest
 
 import engine_pages as pages
 from engine_pages import answering, by_path, reply
-from kvarto.codecs import registry as codecs
 from kvarto.diagnose.engines import registry as engines
+from kvarto.diagnose.formats import known_format
 from kvarto.doctor.check import Check, Outcome, Status, overall
 from kvarto.doctor.checks import ORDER, registry
 from kvarto.doctor.checks.evaluation import COVERED
@@ -25,6 +25,7 @@ from kvarto.doctor.checks.support import kinds_of
 from kvarto.doctor.cli import examine
 from kvarto.doctor.matrix import Question, cells_for, excluded, load
 from kvarto.doctor.rollout import Arm, Rollout
+from kvarto.plan.engines import engine_formats
 
 
 class Vllm:
@@ -195,6 +196,17 @@ def test_baseline_and_control_must_be_alike_and_plain():
         assert "TensorRT-LLM" in one("baseline", Rollout(arm(candidate), baseline=arm(other))).evidence
 
 
+def test_the_candidate_must_generate_with_the_format():
+    """vLLM 0.32 on a CPU without AVX-512 starts with fp8 if its check is lifted, tells all that is asked, and dies of the first request."""
+    with vllm(dtype="fp8") as (url, engine):
+        assert one("generation", Rollout(arm(url))).status is Status.PASS
+        engine.fails = True
+        assert one("generation", Rollout(arm(url))).status is Status.FAIL
+        assert one("generation", Rollout(arm(url), may_send=False)).status is Status.ASK
+    page = Path(__file__).parents[1] / "diagnose" / "recorded" / "vllm-0.32-fp8-idle" / "1.prom"
+    assert one("generation", Rollout(arm(page))).status is Status.ASK
+
+
 def test_the_fallback_must_answer():
     with vllm() as (candidate, _), vllm(dtype="auto") as (plain, engine):
         rollout = Rollout(arm(candidate), baseline=arm(plain))
@@ -332,7 +344,16 @@ def test_an_old_cell_warns_with_its_age(tmp_path):
         late = Rollout(arm(url), gpu="H100", backend="FLASH_ATTN", today=date(2028, 1, 1))
         found = check("support", late)
     assert found[-1].status is Status.WARN
-    assert f"{(date(2028, 1, 1) - max(cell.read for cell in load().cells)).days} days ago" in found[-1].evidence
+    read = max(cell.read for cell in load().cells if cell.engine == "vllm" and "fp8" in cell.formats)
+    assert f"{(date(2028, 1, 1) - read).days} days ago" in found[-1].evidence
+
+
+def test_tensorrt_llm_behind_triton_has_the_cells_of_tensorrt_llm(tmp_path):
+    path = tmp_path / "page"
+    path.write_text('nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="fraction",model="m"} 0.5\n')
+    rollout = Rollout(arm(path), wanted="fp8", gpu="H100")
+    assert Status.PASS in {each.status for each in check("support", rollout)}
+    assert one("calibration", rollout).status is Status.ASK
 
 
 def test_every_cell_has_a_source_and_names_that_exist():
@@ -344,13 +365,13 @@ def test_every_cell_has_a_source_and_names_that_exist():
         assert cell.read <= date.today()
         assert set(cell.gpus) <= {*matrix.gpus.values(), "sm103"}
         assert set(cell.kinds) | set(cell.lacks) <= {"mla", "sliding", "hybrid", "sinks"}
-        known = set(codecs) if cell.engine == "kvarto" else {each.name for each in engines[cell.engine].formats}
-        assert set(cell.formats) <= known
-    for engine in engines.values():
-        for each in engine.formats:
-            asked = "tensorrt-llm" if engine.name.startswith("triton") else engine.name
-            question = Question(asked, each.name, None, None, frozenset(), None)
-            assert cells_for(question, matrix.cells), f"{asked} {each.name}"
+        assert all(known_format(engines[cell.engine], name) for name in cell.formats), cell
+    for kv in engine_formats():
+        if kv.is_raw or kv.name == "llama.cpp:f32":
+            continue
+        names = [name.split(":")[1] for name in (kv.name, *kv.aliases)]
+        asked = [Question(kv.engine, name, None, None, frozenset({"mla"}), None) for name in names]
+        assert any(cells_for(question, matrix.cells) for question in asked), f"no cell speaks of {kv.name}"
 
 
 def test_gpus_by_what_they_are_called():
@@ -412,5 +433,6 @@ def test_checks_are_registered_in_the_order_of_reports():
 
 def test_a_dead_candidate_fails_and_asks_and_never_passes_what_it_cannot_see():
     found = examine(Rollout(arm("http://127.0.0.1:1"), wanted="fp8"))
+    assert not [each for each in found if "--kv" in each.remedy], "the format was given"
     assert not [each for each in found if each.status is Status.PASS]
     assert overall(found) == 1

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from kvarto import cli
-from kvarto.plan.advice import SIGNALS, advise, rules
 from unit.plan.samples import CONFIGS, LLAMA
 
 _BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "baselines" / "attention_gpu.json"
@@ -360,47 +359,6 @@ def test_it_needs_no_torch(config_of: Any) -> None:
 
 
 # ---- advice ------------------------------------------------------------------------------------------------------------
-
-_GOOD = {
-    "pool_bytes": 1e9, "kv_share": 0.5, "prefill_share": 0.1, "fits_bf16": 1, "fits_fp8": 1, "fits_int4": 1, "fits_int2": 1, "below_break_even": 0,
-    "constant_share": 0.0, "concurrency": 32, "latent": 0, "widest_head": 128, "sm": 90,
-}  # fmt: skip
-
-
-def test_every_rule_gives_its_reason_and_can_hold() -> None:
-    assert set(_GOOD) == set(SIGNALS)
-    for rule in rules():
-        assert rule.say
-        assert rule.because
-        assert rule.source
-        assert 1 <= rule.step <= 4
-        best = dict(_GOOD)
-        for name, sign, number in rule.when:
-            best[name] = number + {"<": -1e-6, ">": 1e-6}.get(sign, 0)
-        assert rule.holds(best), rule.id
-        assert not rule.holds({}), "nothing is said of what is not known"
-
-
-@pytest.mark.parametrize(
-    ("changes", "said", "unsaid"),
-    [
-        ({}, {"fp8-enough", "way-back"}, {"low-share", "lower", "prefill-heavy"}),
-        ({"prefill_share": 0.8}, {"prefill-heavy"}, set()),
-        ({"below_break_even": 1}, {"short-context"}, {"fp8-enough"}),
-        ({"kv_share": 0.02, "concurrency": 1}, {"low-share", "low-concurrency"}, {"fp8-enough", "way-back"}),
-        ({"fits_bf16": 0}, {"fp8-for-room"}, {"fp8-enough"}),
-        ({"fits_bf16": 0, "fits_fp8": 0}, {"lower"}, {"fp8-for-room", "fp8-enough"}),
-        ({"fits_bf16": 0, "fits_fp8": 0, "fits_int4": 0}, {"nothing-fits", "two-bits"}, {"lower"}),
-        ({"pool_bytes": -1}, {"weights-do-not-fit"}, {"fp8-enough"}),
-        ({"sm": 80}, {"old-gpu"}, set()),
-        ({"latent": 1}, {"latent"}, set()),
-        ({"constant_share": 0.9}, {"windows"}, set()),
-    ],
-)
-def test_advice_by_scenario(changes: dict[str, float], said: set[str], unsaid: set[str]) -> None:
-    ids = {rule.id for rule in advise(_GOOD | changes)}
-    assert said <= ids
-    assert not unsaid & ids
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,16 @@ def test_turboquant_of_the_published_ratio() -> None:
 
 def test_sparse_mla_rows_of_656_and_132_bytes() -> None:
     assert bytes_of(FORMATS["vllm:fp8_ds_mla"], model("deepseek-ai/DeepSeek-V3.2")).growth == 61 * (656 + 132)
+    assert bytes_of(FORMATS["vllm:nvfp4_ds_mla"], model("deepseek-ai/DeepSeek-V3.2")).growth == 61 * (352 + 132)
+
+
+def test_every_dtype_that_vllm_takes_is_there() -> None:
+    """CacheDType of its config/cache.py, 0.32."""
+    taken = (
+        "auto float16 bfloat16 fp8 fp8_e4m3 fp8_e5m2 fp8_inc fp8_ds_mla nvfp4_ds_mla turboquant_k8v4 turboquant_4bit_nc turboquant_k3v4_nc "
+        "turboquant_3bit_nc ultraquant_4bit int4_per_token_head int8_per_token_head fp8_per_token_head nvfp4 nvfp4_4over6"
+    )
+    assert all(find_format(f"vllm:{name}") for name in taken.split())
 
 
 @pytest.mark.parametrize(

@@ -52,8 +52,6 @@ KVARTO = Engine(
         Setting.CONTINUOUS_BATCHING: (Always("on", "requests join at any step"),),
         Setting.PAGED_KV: (Always("on", "pages of 64 tokens"),),
     },
-    formats=(),  # the codecs' own layouts are asked (formats.py)
-    plain=("bf16", "fp16", "fp32"),
     model_label="model",
     advice={
         "prefix caching": "it is always on; cache_salt separates tenants",

@@ -5,7 +5,7 @@ No version has histograms.
 
 from __future__ import annotations
 
-from kvarto.diagnose.signals import Always, Answer, At, Counter, Engine, Gauge, Setting, Stored, Timing
+from kvarto.diagnose.signals import Always, Answer, At, Counter, Engine, Gauge, Setting, Timing
 
 LLAMACPP = Engine(
     name="llama.cpp",
@@ -35,17 +35,7 @@ LLAMACPP = Engine(
         Setting.CHUNKED_PREFILL: (Always("on", "a step takes at most n_batch tokens"),),
         Setting.PAGED_KV: (Always("off", "one buffer for all slots (unified KV) or a part for each: no pages"),),
     },
-    # ggml: blocks of 32 numbers with a 16-bit scale (and a minimum in the _1 types)
-    formats=(
-        Stored("q8_0", 8.5),
-        Stored("q5_1", 6.0, note="the default CUDA build moves attention to the CPU (llama.cpp#28455)"),
-        Stored("q5_0", 5.5),
-        Stored("q4_1", 5.0),
-        Stored("q4_0", 4.5),
-        Stored("iq4_nl", 4.5),
-    ),
     waits_for="a slot, which -c divided by -np pays for in KV memory",
-    plain=("f16", "bf16", "f32"),
     seconds_of_steps=False,  # each slot adds the time of a step that it shares with others
     absent={
         **dict.fromkeys(Timing, "llama.cpp has no histograms; only totals"),

@@ -5,7 +5,7 @@ With priority scheduling the queue is told in all (priority="") and by priority:
 
 from __future__ import annotations
 
-from kvarto.diagnose.signals import Always, Answer, At, Counter, Engine, Gauge, Label, Setting, Stored, Timing
+from kvarto.diagnose.signals import Always, Answer, At, Counter, Engine, Gauge, Label, Setting, Timing
 
 _SERVER = "/server_info"
 _ALL = {"priority": ("",)}
@@ -63,14 +63,6 @@ SGLANG = Engine(
         Setting.CONTINUOUS_BATCHING: (Always("on", "SGLang's scheduler knows nothing else"),),
         Setting.PAGED_KV: (Always("on", "SGLang's pool is of pages, of one token where --page-size is 1"),),
     },
-    # peers.md 1.2; an E2M1 number with an 8-bit scale for each 16
-    formats=(
-        Stored("fp8_e4m3", 8.0, note="scales default to 1.0"),
-        Stored("fp8_e5m2", 8.0),
-        Stored("mxfp8", 8.25, note="FA4 backend"),
-        Stored("nvfp4", 4.5, note="Blackwell"),
-        Stored("fp4_mx_block16", 4.5, note="GPT-OSS-120B on AIME25: .75 to .35"),
-    ),
     absent={
         Timing.PREFILL: "SGLang gives the seconds of forward passes instead",
         Timing.DECODE: "SGLang gives the seconds of forward passes instead",

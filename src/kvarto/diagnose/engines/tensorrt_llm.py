@@ -6,13 +6,8 @@ trtllm-serve gives its page at /prometheus/metrics; its /metrics is JSON of iter
 
 from __future__ import annotations
 
-from kvarto.diagnose.signals import Always, Answer, At, Counter, Engine, Gauge, Label, Setting, Stored, Timing
+from kvarto.diagnose.signals import Always, Answer, At, Counter, Engine, Gauge, Label, Setting, Timing
 
-_FORMATS = (
-    Stored("fp8", 8.0),
-    Stored("nvfp4", 4.5, note="Blackwell, and a checkpoint quantized for it"),
-    Stored("int8", 8.0, note="the older TensorRT engine only"),
-)
 _ADVICE = {
     "prefix caching": "kv_cache_config.enable_block_reuse: true",
     "chunked prefill": "enable_chunked_prefill: true",
@@ -57,7 +52,6 @@ TRTLLM = Engine(
         Setting.CONTINUOUS_BATCHING: (Always("on", "trtllm-serve schedules in flight"),),
         Setting.PAGED_KV: (Always("on", "trtllm-serve's cache is of blocks"),),
     },
-    formats=_FORMATS,
     absent={Counter.PREEMPTIONS: "TensorRT-LLM counts none; num_paused_requests is of one moment"},
     paths=("/prometheus/metrics", "/metrics"),
     advice=_ADVICE,
@@ -66,6 +60,7 @@ TRTLLM = Engine(
 TRITON = Engine(
     name="triton-tensorrt-llm",
     title="TensorRT-LLM behind Triton",
+    formats_of="tensorrt-llm",
     prefixes=("nv_trt_llm_", "nv_"),
     marks=("kv_cache_block_metrics", "request_metrics"),
     read_from="documentation of tensorrtllm_backend",
@@ -82,7 +77,6 @@ TRITON = Engine(
         Setting.CONTINUOUS_BATCHING: (Always("on", "the page is of the in-flight batcher"),),
         Setting.PAGED_KV: (Always("on", "the page counts blocks"),),
     },
-    formats=_FORMATS,
     absent={
         **dict.fromkeys(Timing, "Triton gives no such histogram: put trtllm-serve or a gateway beside it"),
         Counter.PREEMPTIONS: "Triton counts none",

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from kvarto.diagnose.signals import Always, Answer, At, Counter, Engine, Gauge, Label, Setting, Stored, Timing
+from kvarto.diagnose.signals import Always, Answer, At, Counter, Engine, Gauge, Label, Setting, Timing
 
 _INFO = "cache_config_info"
 _SERVER = "/server_info?config_format=json"  # only with VLLM_SERVER_DEV_MODE=1
-
-_BOUNDARY = "the first and the last two layers stay in 16 bits"
 
 VLLM = Engine(
     name="vllm",
@@ -62,21 +60,6 @@ VLLM = Engine(
         Setting.CONTINUOUS_BATCHING: (Always("on", "vLLM's scheduler knows nothing else"),),
         Setting.PAGED_KV: (Always("on", "vLLM's cache knows nothing else"),),
     },
-    # vllm.md 1.3 and 2.1: what a (token, head) takes of K and V together, in bits, over the 2 D numbers that it holds
-    formats=(
-        Stored("fp8", 8.0),
-        Stored("fp8_e4m3", 8.0, alias="fp8"),
-        Stored("fp8_e5m2", 8.0, note="no scales; corrupted Qwen2-VL at 1.0 (vllm#41343)"),
-        Stored("fp8_per_token_head", 8.0, 32.0),
-        Stored("int8_per_token_head", 8.0, 32.0),
-        Stored("nvfp4", 4.5, note="Blackwell"),
-        Stored("nvfp4_4over6", 4.5, note="Blackwell"),
-        Stored("int4_per_token_head", 4.0, 32.0),
-        Stored("turboquant_k8v4", 6.0, 16.0),
-        Stored("turboquant_4bit_nc", 4.0, 24.0, note=_BOUNDARY),
-        Stored("turboquant_k3v4_nc", 3.5, 24.0, note=_BOUNDARY),
-        Stored("turboquant_3bit_nc", 3.0, 24.0, note=_BOUNDARY),
-    ),
     advice={
         "prefix caching": "--enable-prefix-caching",
         "chunked prefill": "--enable-chunked-prefill",

@@ -12,6 +12,6 @@ registry: Registry[Check] = Registry("check", package="kvarto.doctor.checks", at
 
 ORDER = (
     "monitoring", "format", "support", "calibration", "prefix caching", "chunked prefill", "continuous batching", "paged KV",
-    "NaN", "baseline", "control", "evaluation", "fallback", "off switch",
+    "NaN", "generation", "baseline", "control", "evaluation", "fallback", "off switch",
 )  # fmt: skip
 """As reports show them; others come after."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from kvarto.doctor.check import Check, Outcome, Status
 from kvarto.doctor.checkpoint import Scales, read_scales
-from kvarto.doctor.checks.format import is_plain
+from kvarto.doctor.checks.format import is_plain, not_told
 from kvarto.doctor.rollout import Rollout
 from kvarto.errors import KvartoError
 
@@ -15,7 +15,6 @@ _STATIC = {
     "vllm": ("fp8", "fp8_e4m3", "fp8_e5m2", "nvfp4", "nvfp4_4over6"),
     "sglang": ("fp8_e4m3", "fp8_e5m2"),
     "tensorrt-llm": ("fp8", "int8", "nvfp4"),
-    "triton-tensorrt-llm": ("fp8", "int8", "nvfp4"),
     "kvarto": ("fp8", "fp8-head", "fp8_e5m2", "fp8_e5m2-head"),
     "llama.cpp": (),
 }
@@ -27,10 +26,10 @@ def calibration(rollout: Rollout) -> Iterator[Outcome]:
     """Scales found beside layers that cache."""
     engine, name = rollout.candidate.engine, rollout.format
     if engine is None or name is None:
-        yield Outcome(_NAME, Status.ASK, "engine or format is not known", "give --kv, and make the metrics readable")
+        yield not_told(_NAME, engine)
         return
     parts = set(name.split("+")[0].split("/")) if engine.name == "kvarto" else {name.lower()}
-    if not parts.intersection(_STATIC[engine.name]):
+    if not parts.intersection(_STATIC[engine.stores_as]):
         why = "it stores 16 bits" if is_plain(engine, name) else "its scales are computed from what is stored"
         yield Outcome(_NAME, Status.PASS, f"{name} needs none: {why}")
     elif rollout.checkpoint is None:

@@ -1,4 +1,4 @@
-"""Can one go back? A baseline that answers, and a switch that takes a single request off the format. Requests of one token are sent."""
+"""Does it answer, and can one go back? The candidate, a baseline, a switch that takes a request off the format. Requests of one token are sent."""
 
 from __future__ import annotations
 
@@ -15,24 +15,39 @@ _HEADER = "X-KV-Format"
 _COUNT = "kvarto_requests_total"
 
 
+def generation(rollout: Rollout) -> Iterator[Outcome]:
+    """The candidate generates a token with the format: an engine may start with one that its kernels do not have, and die of the first request."""
+    name, arm = "generation", rollout.candidate
+    if not arm.is_live:
+        yield Outcome(name, Status.ASK, "the candidate is a file", "give its address")
+    elif not rollout.may_send:
+        yield Outcome(name, Status.ASK, "nothing was sent (--no-requests)", f"send a request to {arm.source}")
+    else:
+        yield _answers(name, arm, rollout, "an engine that does not answer is not ready")
+
+
 def fallback(rollout: Rollout) -> Iterator[Outcome]:
     """The baseline generates a token; or the candidate itself does, in 16 bits or more, where formats live side by side."""
-    name, arm, plain = "fallback", rollout.baseline, plain_offered(rollout.candidate)
-    fields: dict[str, str] = {}
-    if arm is None and plain is not None:
-        arm, fields = rollout.candidate, {"kv_format": plain}
+    name, arm, plain = "fallback", rollout.baseline, None
+    if arm is None and (plain := plain_offered(rollout.candidate)) is not None:
+        arm = rollout.candidate
     if arm is None or not arm.is_live:
         yield Outcome(name, Status.ASK, "no live baseline was named", "name it: --baseline URL")
     elif not rollout.may_send:
         yield Outcome(name, Status.ASK, "nothing was sent (--no-requests)", f"send a request to {arm.source}")
     else:
-        where = f"{arm.source} in {plain}" if fields else arm.source
-        try:
-            arm.complete(seconds=rollout.answer_seconds, fields=fields)
-        except Unreachable as error:
-            yield Outcome(name, Status.FAIL, str(error), "a fallback that does not answer is none")
-            return
-        yield Outcome(name, Status.PASS, f"{where} generated a token")
+        yield _answers(name, arm, rollout, "a fallback that does not answer is none", plain)
+
+
+def _answers(name: str, arm: Arm, rollout: Rollout, remedy: str, kv_format: str | None = None) -> Outcome:
+    """Whether it generates a token, in a format of those that it offers or in its own."""
+    fields = {} if kv_format is None else {"kv_format": kv_format}
+    try:
+        arm.complete(seconds=rollout.answer_seconds, fields=fields)
+    except Unreachable as error:
+        return Outcome(name, Status.FAIL, str(error), remedy)
+    where = arm.source if kv_format is None else f"{arm.source} in {kv_format}"
+    return Outcome(name, Status.PASS, f"{where} generated a token")
 
 
 def off_switch(rollout: Rollout) -> Iterator[Outcome]:
@@ -117,6 +132,7 @@ def plain_offered(arm: Arm) -> str | None:
 
 
 CHECKS = (
+    Check("generation", "does the candidate generate with the format?", generation),
     Check("fallback", "does a 16-bit engine answer?", fallback),
     Check("off switch", "can a request be taken off the format?", off_switch),
 )

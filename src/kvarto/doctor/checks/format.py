@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvarto.diagnose.formats import stored_bits
+from kvarto.diagnose.formats import PLAIN_BITS, known_format, stored_bits
+from kvarto.diagnose.served import by_head_dim
 from kvarto.diagnose.signals import Engine, Setting
 from kvarto.doctor.check import Check, Outcome, Status
 from kvarto.doctor.rollout import Rollout
 
 _NAME = "format"
-_DIM = 128
+_HEAD = by_head_dim(128).model
+"""Stands for any model: only formats of 16 bits or more cost as much on it."""
 
 
 def serving_format(rollout: Rollout) -> Iterator[Outcome]:
@@ -21,7 +23,7 @@ def serving_format(rollout: Rollout) -> Iterator[Outcome]:
         yield Outcome(_NAME, Status.ASK, "the engine does not tell its KV format", how)
         return
     seen = f"{told.value} ({told.source})"
-    if rollout.wanted is not None and engine.canonical(rollout.wanted) != engine.canonical(told.value):
+    if rollout.wanted is not None and _whole_name(engine, rollout.wanted) != _whole_name(engine, told.value):
         yield Outcome(
             _NAME,
             Status.FAIL,
@@ -38,10 +40,23 @@ def serving_format(rollout: Rollout) -> Iterator[Outcome]:
         yield Outcome(_NAME, Status.PASS, f"{seen} serves, as wanted")
 
 
+def not_told(name: str, engine: Engine | None) -> Outcome:
+    """What a check says that needs the engine and the format, and lacks one."""
+    if engine is None:
+        return Outcome(name, Status.ASK, "which engine it is is not known", "make its metrics readable")
+    return Outcome(name, Status.ASK, "the engine does not tell its KV format", "give --kv")
+
+
+def _whole_name(engine: Engine, name: str) -> str:
+    """One name for all that an engine calls a format."""
+    kv = known_format(engine, name)
+    return name.strip().lower() if kv is None else kv.name
+
+
 def is_plain(engine: Engine, name: str) -> bool:
     """A format of 16 bits or more."""
-    bits = stored_bits(engine, name, _DIM)
-    return bits is not None and bits >= 16
+    kv = known_format(engine, name)
+    return kv is not None and (stored_bits(kv, _HEAD) or 0) >= PLAIN_BITS
 
 
 CHECKS = (Check(_NAME, "does the wanted format really serve?", serving_format),)

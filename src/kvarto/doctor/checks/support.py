@@ -8,7 +8,7 @@ from typing import Any
 from kvarto.diagnose.signals import Setting
 from kvarto.doctor.check import Check, Outcome, Status
 from kvarto.doctor.checkpoint import read_config
-from kvarto.doctor.checks.format import is_plain
+from kvarto.doctor.checks.format import is_plain, not_told
 from kvarto.doctor.matrix import OLD_DAYS, Cell, Question, cells_for, excluded, is_certain, load
 from kvarto.doctor.rollout import Rollout
 from kvarto.errors import KvartoError
@@ -21,12 +21,12 @@ def support(rollout: Rollout) -> Iterator[Outcome]:
     """Every cell that speaks of it."""
     engine, name = rollout.candidate.engine, rollout.format
     if engine is None or name is None:
-        yield Outcome(_NAME, Status.ASK, "engine or format is not known", "give --kv, and make the metrics readable")
+        yield not_told(_NAME, engine)
         return
     if is_plain(engine, name):
         yield Outcome(_NAME, Status.PASS, f"{name} needs no support")
         return
-    question, unknown = _question(rollout, engine.name, name)
+    question, unknown = _question(rollout, engine.stores_as, name)
     for part in _parts(engine.name, name):
         yield from _answer(Question(**{**vars(question), "format": part}), unknown, rollout)
 

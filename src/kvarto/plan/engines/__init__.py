@@ -12,7 +12,7 @@ from typing import Any
 from kvarto.errors import UnknownName
 from kvarto.plan.cached import CachedModel, IndexKey, KeyValue, Latent, Part, State
 from kvarto.plan.ours import read_entries
-from kvarto.plan.written import Bytes, KvFormat, Writer
+from kvarto.plan.written import Bytes, KvFormat, Writer, bytes_of
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class EngineFormat(KvFormat):
         self.needs, self.source, self.flag = data.get("needs", ""), data["source"], data["flag"]
         self.measured = tuple(data.get("measured", ()))
         self.aliases = tuple(f"{engine.name}:{alias}" for alias in data.get("aliases", ()))
-        self._boundary_layers: int = data.get("boundary_layers", 0)
+        self.boundary_layers = data.get("boundary_layers", 0)
         self._takes_windows, self._power_of_two = data.get("windows", True), data.get("power_of_two", False)
         self._sm_least, self._only_sm = data.get("sm_least", 0), tuple(data.get("sm", ()))
         self._vendor: str = data.get("vendor", "")
@@ -152,7 +152,7 @@ class EngineFormat(KvFormat):
         raw = Row(1, 2)
         ends = replace(self.writer, k=raw, v=raw, latent=raw, slot_multiple=1)
         count = len(model.layers)
-        kept = 0 if model.has_states else min(self._boundary_layers, count // 2)
+        kept = 0 if model.has_states else min(self.boundary_layers, count // 2)
         return [ends if i < kept or i >= count - kept else self.writer for i in range(count)]
 
     def refuses_gpu(self, sm: int) -> str | None:
@@ -201,3 +201,9 @@ def plain_bytes(model: CachedModel) -> Bytes:
     raw = Row(1, 2)
     writer = RowWriter(raw, raw, raw, raw, 1, 1, 0, windows_kept=True)
     return Bytes(tuple((writer, part, count) for part, count in model.parts.items()))
+
+
+def bits_per_number(kv: KvFormat, model: CachedModel) -> float | None:
+    """Bits that a cached number costs at long context, metadata included; None where nothing grows."""
+    plain = plain_bytes(model).growth
+    return float(16 * bytes_of(kv, model).growth / plain) if plain else None
