@@ -110,6 +110,11 @@ def _labels(line: str, position: int, where: str) -> tuple[dict[str, str], str]:
     return labels, line[line.index("}", position) + 1 :]
 
 
+def is_sane(value: float) -> bool:
+    """A number that an engine can have counted or measured: not NaN, infinite or negative."""
+    return math.isfinite(value) and value >= 0
+
+
 @dataclass(frozen=True)
 class Histogram:
     """Counts of what was observed, by upper bound; the last bound is infinite and its count is of all. Not every engine gives `sum`."""
@@ -153,13 +158,17 @@ def histogram(page: Page, name: str) -> Histogram | None:
     series: dict[tuple[tuple[str, str], ...], dict[float, float]] = {}
     for sample in page.samples.get(f"{name}_bucket", ()):
         bound = _bound(sample.labels.get("le", ""))
-        if bound is not None:
+        if bound is not None and is_sane(sample.value):
             rest = tuple(sorted((key, value) for key, value in sample.labels.items() if key != "le"))
             series.setdefault(rest, {})[bound] = sample.value
-    total = sum(sample.value for sample in page.samples.get(f"{name}_sum", ()))
+    total = sum(sample.value for sample in page.samples.get(f"{name}_sum", ()) if is_sane(sample.value))
     if not series:
         count = page.samples.get(f"{name}_count")  # a summary, or buckets that a proxy took away: a mean at least
-        return None if count is None else Histogram((math.inf,), (sum(each.value for each in count),), total)
+        return (
+            None
+            if count is None
+            else Histogram((math.inf,), (sum(each.value for each in count if is_sane(each.value)),), total)
+        )
     bounds = sorted(set.intersection(*(set(each) for each in series.values())))
     if not bounds or bounds[-1] != math.inf:
         return None

@@ -66,11 +66,11 @@ def read_headers(lines: Sequence[str]) -> dict[str, str]:
 
 def base_of(url: str) -> str:
     """scheme://host:port of an address. Raises UsageError."""
-    parts = urllib.parse.urlsplit(url if "://" in url else f"http://{url}")
     try:
+        parts = urllib.parse.urlsplit(url if "://" in url else f"http://{url}")
         good = parts.scheme.lower() in ("http", "https") and parts.hostname and parts.port != 0
     except ValueError:
-        good = False
+        raise UsageError("address", "http://HOST:PORT", repr(url)) from None
     if not good:
         raise UsageError("address", "http://HOST:PORT", repr(url))
     return f"{parts.scheme}://{parts.netloc}"
@@ -94,10 +94,10 @@ def get(
     except urllib.error.HTTPError as error:
         with error:
             said = error.read(400).decode(errors="replace")
-        said = " ".join(re.sub(r"<[^>]*>", " ", said).split())[:120]
+        said = _line(re.sub(r"<[^>]*>", " ", said))[:120]
         where = error.headers.get("Location", "") if 300 <= error.code < 400 else ""
-        said = f"to {where[:120]}" if where else said
-        reason = f"answered {error.code} {error.reason}".rstrip() + (f" ({said})" if said else "")
+        said = f"to {_line(where)[:120]}" if where else said
+        reason = f"answered {error.code} {_line(str(error.reason))[:60]}".rstrip() + (f" ({said})" if said else "")
         raise Unreachable(url, reason, _HINTS.get(error.code, "")) from error
     except urllib.error.URLError as error:
         raise _unreachable(url, error.reason if isinstance(error.reason, Exception) else error, seconds) from error
@@ -116,6 +116,8 @@ def _read(answer: http.client.HTTPResponse, url: str, deadline: float, seconds: 
             )
         if time.monotonic() > deadline:
             raise TimeoutError
+    if answer.length:
+        raise Unreachable(url, f"broke off {answer.length:,} bytes before the end of its answer")
     try:
         return b"".join(read).decode()
     except UnicodeDecodeError as error:
@@ -129,8 +131,15 @@ def _unreachable(url: str, error: Exception, seconds: float) -> Unreachable:
         return Unreachable(url, "connection refused", "is the engine running, and is this its port?")
     if isinstance(error, socket.gaierror):
         return Unreachable(url, "no such host", "is the name right?")
-    said = " ".join(str(getattr(error, "strerror", None) or error or type(error).__name__).split())
+    if isinstance(error, http.client.BadStatusLine) and not isinstance(error, http.client.RemoteDisconnected):
+        return Unreachable(url, "answered with something that is no HTTP", "is this its port?")
+    said = _line(str(getattr(error, "strerror", None) or error or type(error).__name__))
     return Unreachable(url, said[:200] or type(error).__name__)
+
+
+def _line(text: str) -> str:
+    """What another server said, on one line and without control characters: a terminal would obey them."""
+    return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 
 
 def get_json(url: str, **options: Any) -> Any:

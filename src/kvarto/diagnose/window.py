@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from kvarto.diagnose.engines import registry
-from kvarto.diagnose.exposition import Histogram, Page, Sample, histogram
+from kvarto.diagnose.exposition import Histogram, Page, Sample, histogram, is_sane
 from kvarto.diagnose.signals import At, Counter, Engine, Gauge, Label, Timing
 from kvarto.errors import UsageError
 
@@ -284,7 +284,7 @@ def _went_back(before: Window, after: Window) -> bool:
 
 
 def _total(samples: Sequence[Sample]) -> float:
-    return sum(sample.value for sample in samples if math.isfinite(sample.value))
+    return sum(sample.value for sample in samples if is_sane(sample.value))
 
 
 def _gathered(samples: Sequence[Sample], place: At, signal: Gauge) -> float | None:
@@ -292,7 +292,7 @@ def _gathered(samples: Sequence[Sample], place: At, signal: Gauge) -> float | No
     if place.label:
         values = [number for sample in samples if (number := _number(sample.labels.get(place.label, ""))) is not None]
     else:
-        values = [sample.value for sample in samples if math.isfinite(sample.value)]
+        values = [sample.value for sample in samples if is_sane(sample.value)]
     if not values:
         return None
     return max(values) if signal in _NOT_ADDED else sum(values)
@@ -300,6 +300,7 @@ def _gathered(samples: Sequence[Sample], place: At, signal: Gauge) -> float | No
 
 def _number(text: str) -> float | None:
     try:
-        return float(text)
+        value = float(text)
     except ValueError:
         return None
+    return value if is_sane(value) else None

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
+import os
 import re
+import socket
+import urllib.parse
+import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +24,7 @@ from kvarto.plan.families import families
 from kvarto.plan.fields import Fields
 
 _MOST_BYTES = 8 << 20
+_HUB_SECONDS = 5.0
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _TEXT_PARTS = ("text_config", "llm_config", "language_config")
 _FLAGS_HINT = "or describe it: --layers, --kv-heads, --head-dim (see kvarto plan --help)"
@@ -168,12 +175,29 @@ def _find(model: str) -> tuple[Path, Path | None]:
 def _from_hub(model: str) -> Path:
     """Download config.json alone, or take it from the hub's cache."""
     hub = require("huggingface_hub")
+    log = logging.getLogger("huggingface_hub")
+    level = log.level
+    log.setLevel(logging.CRITICAL)  # it tells of each try; what went wrong is said below, once
     try:
+        _reach_hub()
         return Path(hub.hf_hub_download(model, "config.json"))
     except Exception as error:  # noqa: BLE001 - the hub's client raises what its HTTP client raises
+        with contextlib.suppress(Exception):
+            return Path(hub.hf_hub_download(model, "config.json", local_files_only=True))
         reason = " ".join(str(error).split()).split(". ")[0][:160] or type(error).__name__
         if isinstance(error, ImportError):
             raise BackendUnavailable("huggingface_hub", reason, "run: pip install huggingface_hub") from None
         raise FetchError(
             f"model {model}: config.json could not be had from the hub ({reason}); give a local config.json"
         ) from None
+    finally:
+        log.setLevel(level)
+
+
+def _reach_hub() -> None:
+    """Raises OSError if there is no way to it: its client would try for half a minute. A proxy may know a way that we do not."""
+    if urllib.request.getproxies():
+        return
+    place = urllib.parse.urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
+    port = place.port or (80 if place.scheme == "http" else 443)
+    socket.create_connection((place.hostname or "", port), timeout=_HUB_SECONDS).close()

@@ -66,6 +66,19 @@ def test_markdown_has_its_tables(capsys):
     assert len(rows) > 10
 
 
+def test_a_page_of_nonsense_numbers_decides_nothing_and_is_sound_json(tmp_path, capsys):
+    page = tmp_path / "nan.prom"
+    page.write_text(
+        "vllm:num_requests_running NaN\nvllm:num_requests_waiting +Inf\nvllm:kv_cache_usage_perc NaN\nvllm:num_preemptions_total -5\n"
+        "vllm:prompt_tokens_total NaN\nvllm:time_to_first_token_seconds_sum NaN\nvllm:time_to_first_token_seconds_count -3\n"
+        'vllm:cache_config_info{block_size="-16",num_gpu_blocks="nan",cache_dtype="zzz"} 1\n'
+    )
+    assert run(str(page), "--json") == 3
+    found = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(name))
+    assert found["verdict"] == "inconclusive"
+    assert {each["pool_tokens"] for each in found["formats"]} == {None}
+
+
 def test_inconclusive_is_3(capsys):
     assert run(f"{CAPACITY}/1.prom", f"{CAPACITY}/1.prom") == 3
     assert "inconclusive" in capsys.readouterr().out
@@ -108,6 +121,7 @@ def test_a_live_engine_is_asked_for_its_settings_too(capsys):
         ([CAPACITY, PREFILL], "all of one engine"),
         ([CAPACITY, "--model", "other"], "--model: expected one of"),
         (["http://127.0.0.1:1", "--seconds", "0"], "connection refused"),
+        (["http://[::1", "--seconds", "0"], "address: expected http://HOST:PORT"),
     ],
 )
 def test_nonsense_is_one_line_and_code_2(words, says, capsys):

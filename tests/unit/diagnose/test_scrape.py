@@ -62,6 +62,46 @@ def test_an_engine_that_hangs_is_given_up():
         line(error)
 
 
+def served_raw(answer: bytes):
+    """The error of one request to a server that answers so, whatever it is."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def once() -> None:
+            connection = listener.accept()[0]
+            with connection:
+                connection.recv(4096)
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=once)
+        thread.start()
+        with pytest.raises(Unreachable) as error:
+            get(f"http://127.0.0.1:{listener.getsockname()[1]}/metrics", seconds=5)
+        thread.join()
+    return line(error)
+
+
+def test_an_answer_that_breaks_off_is_no_page():
+    head = b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n"
+    assert "broke off 995 bytes before the end" in served_raw(head + b"a 1\n\n")
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (b"\x00\x1b[2J no HTTP at all\r\n", "something that is no HTTP"),
+        (
+            b"HTTP/1.1 500 Bad\x1b[2J\r\n\r\n\x1b]0;title\x07<b>gone</b>",
+            "answered 500 Bad [2J ( ]0;title gone)".replace("( ", "("),
+        ),
+        (b"", "closed connection without response"),
+    ],
+)
+def test_what_a_server_says_is_shown_without_control_characters(answer, says):
+    text = served_raw(answer)
+    assert text.isprintable()
+    assert says in text
+
+
 def test_an_engine_that_drips_is_given_up():
     def drip(handler: BaseHTTPRequestHandler) -> None:
         handler.send_response(200)

@@ -326,11 +326,32 @@ def test_a_hub_id_is_asked_for_its_config_alone(
             return str(tmp_path / file)
 
     monkeypatch.setattr("kvarto.plan.config.require", lambda package: Hub)
+    monkeypatch.setattr("kvarto.plan.config._reach_hub", lambda: None)
     assert by_name(as_json("some/model", capsys=capsys))["bf16"]["bytes_per_token"] == 131_072
     assert asked == [("some/model", "config.json")]
     refused(
         ["no/body"], "could not be had from the hub (We couldn't connect to the hub); give a local config.json", capsys
     )
+
+
+def test_a_hub_id_without_a_connection_is_one_line_at_once_and_its_cache_is_tried(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS[LLAMA]))
+
+    class Hub:
+        @staticmethod
+        def hf_hub_download(model: str, file: str, *, local_files_only: bool = False) -> str:
+            assert local_files_only, "its client would try for half a minute, and tell of each try"
+            if model == "not/cached":
+                raise FileNotFoundError("not in the cache")
+            return str(tmp_path / file)
+
+    monkeypatch.setattr("kvarto.plan.config.require", lambda package: Hub)
+    monkeypatch.setattr("urllib.request.getproxies", dict)
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
+    assert by_name(as_json("some/model", capsys=capsys))["bf16"]["bytes_per_token"] == 131_072
+    refused(["not/cached"], "Connection refused", capsys)
 
 
 def test_gpus_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
