@@ -182,6 +182,7 @@ def test_pages_need_nothing_else(
         return
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", text)
     assert "<script" not in text
+    assert all(int(width) <= 360 for width in re.findall(r"min-width: (\d+)px", text)), "on a phone charts were cut off"
     for needed in ("KV share", "at most", "Prefix hits", "keys and values that grow", "int4"):
         assert needed in text
     assert "nan" not in text.lower().replace("nano", "")

@@ -158,7 +158,7 @@ class EngineFormat(KvFormat):
     def refuses_gpu(self, sm: int) -> str | None:
         """By compute capability."""
         if self._vendor and sm:
-            return f"needs a GPU of {self._vendor.upper()}"
+            return f"needs a GPU of {self._vendor}"
         if self._only_sm and sm not in self._only_sm:
             return f"needs SM {', '.join(map(str, self._only_sm))}, this is {sm}"
         return f"needs SM {self._sm_least} or later, this is {sm}" if sm < self._sm_least else None
