@@ -374,6 +374,13 @@ def test_every_cell_has_a_source_and_names_that_exist():
         assert any(cells_for(question, matrix.cells) for question in asked), f"no cell speaks of {kv.name}"
 
 
+def test_the_planner_refuses_no_gpu_that_the_matrix_allows():
+    for cell in load().cells:
+        for gpu in cell.gpus if cell.support == "yes" else ():
+            for kv in (known_format(engines[cell.engine], name) for name in cell.formats):
+                assert not gpu.startswith("sm") or kv.refuses_gpu(int(gpu[2:])) is None, f"{kv.name} on {gpu}"
+
+
 def test_gpus_by_what_they_are_called():
     matrix = load()
     assert matrix.architecture("NVIDIA L40S") == "sm89"

@@ -98,7 +98,7 @@ def test_room_and_bounds_with_a_gpu(config_of: Any, capsys: pytest.CaptureFixtur
         < formats["vllm:fp8_e4m3"]["tokens_per_second_bound"]
     )
     assert formats["int4"]["tokens_per_second_bound"] == pytest.approx(16 / formats["int4"]["step_seconds_bound"])
-    assert "vllm:nvfp4" in {each["name"] for each in found["refused"]}
+    assert "vllm:nvfp4_4over6" in {each["name"] for each in found["refused"]}
     shares = [cell["kv_share"] for cell in found["curves"] if cell["batch"] == 8]
     assert shares == sorted(shares)
     assert found["speeds_are"].startswith("upper bounds")

@@ -168,7 +168,9 @@ def test_formats_refuse_with_a_reason() -> None:
     assert "power of two" in str(FORMATS["vllm:turboquant_4bit_nc"].refuses(odd))
     assert "blocks of 32" in str(FORMATS["llama.cpp:q8_0"].refuses(odd))
     assert "multiple of 8" in str(FORMATS["bf16"].refuses(odd))
-    assert FORMATS["vllm:nvfp4"].refuses_gpu(90) == "needs SM 100, 103, this is 90"
+    assert FORMATS["vllm:nvfp4_4over6"].refuses_gpu(90) == "needs SM 100, 103, this is 90"
+    assert FORMATS["vllm:nvfp4"].refuses_gpu(90) is None
+    assert FORMATS["vllm:ultraquant_4bit"].refuses_gpu(90) == "needs a GPU of AMD"
     assert FORMATS["vllm:fp8_per_token_head"].refuses_gpu(86) == "needs SM 89 or later, this is 86"
 
 
