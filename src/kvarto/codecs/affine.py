@@ -4,8 +4,8 @@ Scale and zero are rounded to float16 first and the codes are chosen against the
 0.25 for a key bias of 300) is made good by the codes instead of shifting the whole group. A zero is a float, not a code: a group that lies
 far from 0 loses nothing.
 
-Two ways to write the terms of a fitted group in 24 and in 16 bits: `short_scale`, a byte, beside a float16 zero, and `joined`, a float16 scale
-that carries the zero in its low bits. Both are exact in float16, so that a kernel may use them as such.
+Two ways to write the terms of a group in 24 and in 16 bits: `short_scale` and `short_fit`, a byte, beside a float16 zero, and `joined`, a float16
+scale that carries the zero in its low bits. Both are exact in float16, so that a kernel may use them as such.
 
 Error: at most scale / 2 inside the range, plus 2^-11 |zero| for a group that is constant; scale is (hi - lo) / (levels - 1) to one part in 2^11, and
 never below 2^-24, float16's smallest number: groups whose step would be smaller (ranges below 1e-5 at 8 bits, 1e-6 at 4) lose accuracy.
@@ -46,6 +46,13 @@ def fit(lo: Tensor, hi: Tensor, levels: int) -> tuple[Tensor, Tensor]:
     # Half of the smallest step on top rounds up where float16 is subnormal, so that the end of the range is still reached.
     step = ((hi - zero.float()) / hi.new_full((), levels - 1)).clamp_min(0.0) + SMALLEST_STEP / 2
     return _half(step).clamp_min(SMALLEST_STEP), zero
+
+
+def short_fit(lo: Tensor, hi: Tensor, levels: int) -> tuple[Tensor, Tensor]:
+    """`fit` with the scale in a byte as of `short_scale`, but rounded up, so that the end of the range is still reached: steps are up to 1/8 wider."""
+    scale, zero = fit(lo, hi, levels)
+    bits = scale.view(torch.int16).to(torch.int32)
+    return ((bits + 127) >> 7).clamp(1, 247).to(torch.uint8), zero
 
 
 def quantize(x: Tensor, scale: Tensor, zero: Tensor, levels: int) -> Tensor:

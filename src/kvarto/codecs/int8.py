@@ -1,24 +1,28 @@
-"""8-bit integers, asymmetric, per token and head: the best quality at 8 bits (12 dB above fp8).
+"""8-bit integers: keys by channel of a page, values by token after a rotation. Near lossless, on models whose keys have a bias too.
 
-    x float32 [S, D]  ->  codes uint8 [S, D] (K) or [D, S] (V); scale, zero float16 [S]
-    x ~ code * scale[s] + zero[s]
+    K  x float32 [S, D]  ->  codes uint8 [S, D];  scale of 8 bits, zero float16 [D]: from least to most of the channel
+    V  as int4's (codecs/int4.py), of 8 bits: y = H x  ->  codes uint8 [D, S];  scale float16 [S], the zero in its low bits
 
-Error: at most (max - min) / 510 of the token's own range, plus float16 rounding (affine.py). Bits: 8 + 32 / D.
-Source: per-token asymmetric quantization as in KIVI's baseline (arXiv 2402.02750, table 1) and LMDeploy's int8.
+Keys: a bias of hundreds in a few channels (Qwen2) would set the range of a whole token; of its channel it is the zero. The scale's byte is rounded
+up, so that codes reach both ends: at 8 bits an end cut off costs more than coarser steps do, so nothing is fitted.
+Error of a key: at most 9/8 (max - min) / 510 of its channel's range in the page, plus the rounding of the zero and the smallest scale, 2^-17.
+Bits at S = 64: K 8.375, V 8 + 16 / D; together 8.25 at D = 128, 8.3125 at 64. Measured in docs/adr/0014-int8-keys-by-channel.md.
+Sources: KIVI, arXiv 2402.02750 (keys by channel); QuaRot, arXiv 2404.00456; ADR 0012, ADR 0014.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from kvarto.codecs import affine
-from kvarto.codecs.base import Codec, Reader, assemble, extract, from_tile, to_tile
+from kvarto.codecs.base import Reader, assemble, extract
+from kvarto.codecs.int4 import PageInt
 from kvarto.codecs.packing import unpack_tile
 from kvarto.jit import load_floats
 from kvarto.layout import FieldSpec, Side, SlabLayout
-from kvarto.sealing import Range
+from kvarto.sealing import Range, Refine
 from kvarto.tile import Term, Tile, plane
 
 if TYPE_CHECKING:
@@ -28,49 +32,57 @@ _LEVELS = 256
 
 
 @dataclass(frozen=True)
-class Int8(Codec):
-    """One scale and zero for each token of a head."""
+class Int8(PageInt):
+    """Values are those of `PageInt`; keys have all their bits in one plane, and range from least to most."""
+
+    def refuses(self, side: Side, page_tokens: int, dim: int) -> str | None:
+        """Values need a Hadamard matrix of the head dimension, keys nothing."""
+        return super().refuses(side, page_tokens, dim) if side is Side.V else None
 
     def fields(self, side: Side, page_tokens: int, dim: int) -> Sequence[FieldSpec]:
-        """Codes in tile order, then the row terms."""
-        codes: FieldSpec = ("codes", "uint8", (page_tokens, dim) if side is Side.K else (dim, page_tokens))
-        return [codes, ("scale", "float16", (page_tokens,)), ("zero", "float16", (page_tokens,))]
+        """Codes in tile order and the terms: of channels for K, of tokens for V."""
+        if side is Side.V:
+            return super().fields(side, page_tokens, dim)
+        return [("codes", "uint8", (page_tokens, dim)), ("zero", "float16", (dim,)), ("scale", "uint8", (dim,))]
 
     def encode(self, x: Tensor, layout: SlabLayout) -> Tensor:
-        """Min to max of each token."""
-        scale, zero = affine.fit(affine.lowest(x, -1), x.amax(-1, keepdim=True), _LEVELS)
-        codes = affine.quantize(x, scale, zero, _LEVELS)
-        return assemble(layout, codes=to_tile(codes, layout.side), scale=scale.squeeze(-1), zero=zero.squeeze(-1))
+        """Min to max of each key channel."""
+        if layout.side is Side.V:
+            return super().encode(x, layout)
+        scale, zero = affine.short_fit(affine.lowest(x, -2), x.amax(-2, keepdim=True), _LEVELS)
+        codes = affine.quantize(x, affine.long_scale(scale), zero, _LEVELS)
+        return assemble(layout, codes=codes, scale=scale.squeeze(-2), zero=zero.squeeze(-2))
 
     def decode(self, slabs: Tensor, layout: SlabLayout) -> Tensor:
         """code * scale + zero."""
-        scale, zero = (extract(slabs, layout, name).unsqueeze(-1) for name in ("scale", "zero"))
-        return affine.dequantize(from_tile(extract(slabs, layout, "codes"), layout.side), scale, zero)
-
-    def saturated(self, x: Tensor, side: Side) -> int:
-        """Elements beyond float16."""
-        return affine.out_of_range(x)
+        if layout.side is Side.V:
+            return super().decode(slabs, layout)
+        codes, scale, zero = (extract(slabs, layout, name) for name in ("codes", "scale", "zero"))
+        return affine.dequantize(codes, affine.long_scale(scale).unsqueeze(-2), zero.unsqueeze(-2))
 
     def tile(self, layout: SlabLayout) -> Tile:
-        """Codes, a scale and a zero for each token."""
-        per: Literal["row", "column"] = "row" if layout.side is Side.K else "column"
-        scale, zero = (Term(layout[name].offset, "float16", per) for name in ("scale", "zero"))
-        return Tile((plane(layout, "codes", 8),), scale, zero)
+        """Codes and column terms: of channels for K, of tokens for V."""
+        if layout.side is Side.V:
+            return super().tile(layout)
+        scale, zero = layout["scale"].offset, layout["zero"].offset
+        return Tile((plane(layout, "codes", 8),), Term(scale, "short", "column"), Term(zero, "float16", "column"))
 
-    def sealing(self, layout: SlabLayout) -> Range:
-        """Range of each token."""
-        return Range(self.tile(layout))
+    def sealing(self, layout: SlabLayout) -> Range | Refine:
+        """Range of each key channel; values fitted after rotation."""
+        return super().sealing(layout) if layout.side is Side.V else Range(self.tile(layout))
 
     def numba_reader(self, layout: SlabLayout) -> Reader:
-        """Codes and the two row terms."""
+        """Codes, and channel terms for K or row terms for V."""
+        if layout.side is Side.V:
+            return super().numba_reader(layout)
         codes, scale, zero = (layout[name].offset for name in ("codes", "scale", "zero"))
 
-        def read(slab, constants, tile, row_scale, row_zero, channel_scale, channel_zero):  # type: ignore[no-untyped-def]
+        def read_keys(slab, constants, tile, row_scale, row_zero, channel_scale, channel_zero):  # type: ignore[no-untyped-def]
             unpack_tile(slab, codes, codes, 8, tile)
-            load_floats(slab, scale, "float16", row_scale)
-            load_floats(slab, zero, "float16", row_zero)
+            load_floats(slab, scale, "short", channel_scale)
+            load_floats(slab, zero, "float16", channel_zero)
 
-        return read
+        return read_keys
 
 
-CODECS = (Int8("int8", 8, "KIVI arXiv 2402.02750, per-token baseline"),)
+CODECS = (Int8("int8", 8, "KIVI, QuaRot, ADR 0014", version=2),)

@@ -155,7 +155,7 @@ class Plan:
     rows, columns       of the tile; row_pad, column_pad: powers of two that hold them
     runs                columns come in so many equal runs, each padded by itself
     shared              what shares a scale: "slab", "row", "column"; "" without a scale
-    terms               of a fitted column: "short" or "low" (kvarto/tile.py); "" if it is not fitted
+    terms               of a column: "short" or "low" (kvarto/tile.py); "" if they are float16
     groups, group_pad   groups of rows that share terms of a column, and rows of one as the padded tile holds them
     gaps                bytes of the slab that hold nothing, (first, end)
     limit               numbers beyond it are clamped and counted, after division by the scale and rotation
@@ -298,7 +298,13 @@ def _refusal(slab: SlabLayout, raw: SlabLayout, sealing: Sealing | None) -> str 
         return f"groups of {group_rows} rows are not a power of two"
     if isinstance(sealing, Refine):
         return _refine_refusal(sealing, rows, slab.side)
-    return None if _terms(sealing) == "" else "terms that are not fitted are float16"
+    return _range_refusal(_terms(sealing), sealing.tile.scale, groups)
+
+
+def _range_refusal(terms: str, scale: Term | None, groups: int) -> str | None:
+    """The same of terms that are not fitted."""
+    short = terms == "short" and scale is not None and scale.per == "column" and groups == 1
+    return None if terms == "" or short else "terms that are not fitted are float16; of columns of one group also short"
 
 
 def _refine_refusal(sealing: Refine, rows: int, side: Side) -> str | None:

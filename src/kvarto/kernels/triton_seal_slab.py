@@ -22,9 +22,12 @@ from kvarto.kernels.triton_seal_bytes import (
     clamp,
     column_places,
     count_beyond,
+    from_half_bits,
+    half_bits,
     load_floats,
     nearest_codes,
     store_codes,
+    store_short,
     store_terms,
 )
 from kvarto.kernels.triton_seal_fit import load_folded, refine, rotate
@@ -162,7 +165,7 @@ def _float8_bits(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
 
 @triton.jit
 def _range(x, slab, P: tl.constexpr):
-    """affine.fit and affine.quantize of each group."""
+    """affine.fit, or short_fit, and affine.quantize of each group."""
     columns = column_places(P.column_pad, P)
     highest: tl.constexpr = (1 << P.bits) - 1.0
     if P.shared == "row":
@@ -175,11 +178,16 @@ def _range(x, slab, P: tl.constexpr):
         x = tl.reshape(x, (groups, P.group_pad, P.column_pad))
         row = tl.reshape(tl.arange(0, P.row_pad), (groups, P.group_pad, 1))
         scale, zero = _fit(x, row < P.rows, 1, highest)
-        codes = nearest_codes(x, scale, zero, highest).to(tl.int32)
-        store_codes(tl.reshape(codes, (P.row_pad, P.column_pad)), slab, P)
         group, column = tl.arange(0, groups)[:, None, None], columns[None, :, :]
         inside = (group < P.groups) & (column < P.columns)
-        store_terms(scale, zero, slab, group * P.columns + column, inside, P)
+        if P.terms == "short":
+            code = tl.minimum(tl.maximum((half_bits(scale) + 127) >> 7, 1), 247)
+            scale = from_half_bits(code << 7)
+            store_short(code, zero, slab, column, inside, P)
+        else:
+            store_terms(scale, zero, slab, group * P.columns + column, inside, P)
+        codes = nearest_codes(x, scale, zero, highest).to(tl.int32)
+        store_codes(tl.reshape(codes, (P.row_pad, P.column_pad)), slab, P)
 
 
 @triton.jit
