@@ -49,7 +49,7 @@ def fit(lo: Tensor, hi: Tensor, levels: int) -> tuple[Tensor, Tensor]:
 
 
 def short_fit(lo: Tensor, hi: Tensor, levels: int) -> tuple[Tensor, Tensor]:
-    """`fit` with the scale in a byte as of `short_scale`, but rounded up, so that the end of the range is still reached: steps are up to 1/8 wider."""
+    """`fit` with the scale in a byte, as of `short_scale` but rounded up: steps are up to 1/8 wider, and the end of the range is still reached."""
     scale, zero = fit(lo, hi, levels)
     bits = scale.view(torch.int16).to(torch.int32)
     return ((bits + 127) >> 7).clamp(1, 247).to(torch.uint8), zero
