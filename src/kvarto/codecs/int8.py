@@ -1,7 +1,7 @@
 """8-bit integers: keys by channel of a page, values by token after a rotation. Near lossless, on models whose keys have a bias too.
 
     K  x float32 [S, D]  ->  codes uint8 [S, D];  scale of 8 bits, zero float16 [D]: from least to most of the channel
-    V  as int4's (codecs/int4.py), of 8 bits: y = H x  ->  codes uint8 [D, S];  scale float16 [S], the zero in its low bits
+    V  as of int4 (codecs/rotated.py), of 8 bits: y = H x  ->  codes uint8 [D, S];  scale float16 [S], the zero in its low bits
 
 Keys: a bias of hundreds in a few channels (Qwen2) would set the range of a whole token; of its channel it is the zero. The scale's byte is rounded
 up, so that codes reach both ends: at 8 bits an end cut off costs more than coarser steps do, so nothing is fitted.
@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING
 
 from kvarto.codecs import affine
 from kvarto.codecs.base import Reader, assemble, extract
-from kvarto.codecs.int4 import PageInt
 from kvarto.codecs.packing import unpack_tile
+from kvarto.codecs.rotated import RotatedValues
 from kvarto.jit import load_floats
 from kvarto.layout import FieldSpec, Side, SlabLayout
-from kvarto.sealing import Range, Refine
+from kvarto.sealing import Range, Sealing
 from kvarto.tile import Term, Tile, plane
 
 if TYPE_CHECKING:
@@ -32,12 +32,8 @@ _LEVELS = 256
 
 
 @dataclass(frozen=True)
-class Int8(PageInt):
-    """Values are those of `PageInt`; keys have all their bits in one plane, and range from least to most."""
-
-    def refuses(self, side: Side, page_tokens: int, dim: int) -> str | None:
-        """Values need a Hadamard matrix of the head dimension, keys nothing."""
-        return super().refuses(side, page_tokens, dim) if side is Side.V else None
+class Int8(RotatedValues):
+    """A scale and a zero for each key channel of a page."""
 
     def fields(self, side: Side, page_tokens: int, dim: int) -> Sequence[FieldSpec]:
         """Codes in tile order and the terms: of channels for K, of tokens for V."""
@@ -67,7 +63,7 @@ class Int8(PageInt):
         scale, zero = layout["scale"].offset, layout["zero"].offset
         return Tile((plane(layout, "codes", 8),), Term(scale, "short", "column"), Term(zero, "float16", "column"))
 
-    def sealing(self, layout: SlabLayout) -> Range | Refine:
+    def sealing(self, layout: SlabLayout) -> Sealing:
         """Range of each key channel; values fitted after rotation."""
         return super().sealing(layout) if layout.side is Side.V else Range(self.tile(layout))
 
