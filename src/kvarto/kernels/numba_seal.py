@@ -163,8 +163,11 @@ def _terms_refusal(sealing: Range | Refine, scale: Term | None, zero: Term | Non
     if scale is None or zero is None:
         return "a scale and a zero are expected"
     if isinstance(sealing, Range):
-        plain = scale.dtype == zero.dtype == "float16" and scale.per in ("row", "column")
-        return None if plain else "terms that are not fitted are float16, of rows or columns"
+        short = scale.dtype == "short" and scale.groups == 1
+        plain = zero.dtype == "float16" and (short or scale.dtype == "float16") and scale.per == "column"
+        return (
+            None if plain else "terms that are not fitted are float16, of columns; of columns of one group also short"
+        )
     fitted = (scale.dtype, zero.dtype) in (("short", "float16"), ("float16", "low")) and scale.per == "column"
     return None if fitted else "fitted terms are a short scale and a zero, or a scale with a low zero, of columns"
 

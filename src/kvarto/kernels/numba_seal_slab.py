@@ -23,8 +23,7 @@ from kvarto.kernels.numba_seal_vectors import (
     e5m2_bits,
     float_of,
     half_bits,
-    nearest_code,
-    ordered,
+    half_float,
     pack_codes,
     range_of_columns,
     refine_columns,
@@ -186,33 +185,10 @@ def seal_refined(job, x, codes, bits, terms, room, slab):  # type: ignore[no-unt
 def seal_range(job, x, codes, bits, terms, slab):  # type: ignore[no-untyped-def]
     """`Range`. Returns how many numbers were clamped."""
     count = count_beyond(x, _FLOAT16_MAX)
-    if job.shared == ROW:
-        range_by_row(job, x, codes, bits, terms, slab)
-    else:
-        for group in range(job.groups):
-            range_by_column(job, group, x, codes, bits, terms, slab)
+    for group in range(job.groups):
+        range_by_column(job, group, x, codes, bits, terms, slab)
     store_codes(job, codes, slab)
     return count
-
-
-@inlined
-def range_by_row(job, x, codes, bits, terms, slab):  # type: ignore[no-untyped-def]
-    """A scale and a zero for each row."""
-    rows, columns = job.rows, job.columns
-    top_code = floats_at(job.highest, columns)[0]
-    scales, zeros = terms[:rows], terms[rows : 2 * rows]
-    for row in range(rows):
-        lowest, highest = np.int32(2**31 - 1), np.int32(-(2**31))
-        for column in range(columns):
-            order = ordered(bits_of(x[row * columns + column]))
-            lowest, highest = min(lowest, order), max(highest, order)
-        scales[row], zeros[row] = fit_range(float_of(ordered(lowest)), float_of(ordered(highest)), top_code)
-    for row in range(rows):
-        scale, zero = scales[row], zeros[row]
-        for column in range(columns):
-            i = row * columns + column
-            codes[i] = np.uint8(np.int32(nearest_code(x[i], scale, zero, top_code)))
-    store_terms(scales, zeros, bits, slab, job.scale_at, job.zero_at)
 
 
 @inlined
@@ -225,9 +201,13 @@ def range_by_column(job, group, x, codes, bits, terms, slab):  # type: ignore[no
     range_of_columns(at, rows, n, address_of(scales), address_of(zeros))
     for column in range(n):
         scales[column], zeros[column] = fit_range(scales[column], zeros[column], top_codes[column])
+    if job.short:
+        round_up(scales, slab[job.scale_at : job.scale_at + n])
     choose_codes(at, rows, n, address_of(scales), address_of(zeros), job.highest, address_of(codes) + first * n)
-    term = HALF_NBYTES * group * n
-    store_terms(scales, zeros, bits, slab, job.scale_at + term, job.zero_at + term)
+    term, at = HALF_NBYTES * group * n, address_of(slab)
+    if not job.short:
+        store_terms(scales, bits, at + job.scale_at + term)
+    store_terms(zeros, bits, at + job.zero_at + term)
 
 
 @inlined
@@ -240,14 +220,20 @@ def fit_range(lowest, highest, top_code):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def store_terms(scales, zeros, bits, slab, scale_at, zero_at):  # type: ignore[no-untyped-def]
-    """float16 scales and zeros [n], exact, into the slab; bits int32 is room."""
+def round_up(scales, slab):  # type: ignore[no-untyped-def]
+    """affine.short_fit of float16 scales [n], in place, and their bytes into uint8 [n]."""
     for i in range(scales.size):
-        bits[i] = half_bits(scales[i])
-    store_halves(address_of(bits), scales.size, address_of(slab) + scale_at)
-    for i in range(scales.size):
-        bits[i] = half_bits(zeros[i])
-    store_halves(address_of(bits), scales.size, address_of(slab) + zero_at)
+        code = min(max((half_bits(scales[i]) + np.int32(127)) >> np.int32(7), np.int32(1)), np.int32(247))
+        slab[i] = np.uint8(code)
+        scales[i] = half_float(code << np.int32(7))
+
+
+@inlined
+def store_terms(numbers, bits, at):  # type: ignore[no-untyped-def]
+    """float16 numbers [n], exact, to an address; bits int32 is room."""
+    for i in range(numbers.size):
+        bits[i] = half_bits(numbers[i])
+    store_halves(address_of(bits), numbers.size, at)
 
 
 # ---- casts -------------------------------------------------------------------------------------------------------------

@@ -185,18 +185,6 @@ def float_of(_context: Any, bits: Any) -> Any:
     return _number(_bits), _of_one(lambda e, bits: e.builder.bitcast(bits, f32))
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def ordered(_context: Any, bits: Any) -> Any:
-    """The bits of a number, int32, as one that is ordered as the numbers are, -0.0 before 0.0; its own inverse."""
-    return _bits(_bits), _of_one(_ordered)
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def nearest_code(_context: Any, x: Any, scale: Any, zero: Any, highest: Any) -> Any:
-    """Nearest code of x, float32."""
-    return _number(_number, _number, _number, _number), _of_one(_nearest)
-
-
 # ---- columns -----------------------------------------------------------------------------------------------------------
 
 

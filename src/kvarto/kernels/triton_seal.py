@@ -298,13 +298,15 @@ def _refusal(slab: SlabLayout, raw: SlabLayout, sealing: Sealing | None) -> str 
         return f"groups of {group_rows} rows are not a power of two"
     if isinstance(sealing, Refine):
         return _refine_refusal(sealing, rows, slab.side)
-    return _range_refusal(_terms(sealing), sealing.tile.scale, groups)
+    return None if isinstance(sealing, Cast) else _range_refusal(_terms(sealing), sealing.tile.scale, groups)
 
 
 def _range_refusal(terms: str, scale: Term | None, groups: int) -> str | None:
     """The same of terms that are not fitted."""
-    short = terms == "short" and scale is not None and scale.per == "column" and groups == 1
-    return None if terms == "" or short else "terms that are not fitted are float16; of columns of one group also short"
+    known = terms == "" or (terms == "short" and groups == 1)
+    if scale is not None and scale.per == "column" and known:
+        return None
+    return "terms that are not fitted are float16, of columns; of columns of one group also short"
 
 
 def _refine_refusal(sealing: Refine, rows: int, side: Side) -> str | None:

@@ -168,26 +168,20 @@ def _range(x, slab, P: tl.constexpr):
     """affine.fit, or short_fit, and affine.quantize of each group."""
     columns = column_places(P.column_pad, P)
     highest: tl.constexpr = (1 << P.bits) - 1.0
-    if P.shared == "row":
-        scale, zero = _fit(x, columns < P.columns, 1, highest)
-        store_codes(nearest_codes(x, scale, zero, highest).to(tl.int32), slab, P)
-        at = tl.arange(0, P.rows)[:, None]
-        store_terms(scale, zero, slab, at, at < P.rows, P)
+    groups: tl.constexpr = P.row_pad // P.group_pad
+    x = tl.reshape(x, (groups, P.group_pad, P.column_pad))
+    row = tl.reshape(tl.arange(0, P.row_pad), (groups, P.group_pad, 1))
+    scale, zero = _fit(x, row < P.rows, 1, highest)
+    group, column = tl.arange(0, groups)[:, None, None], columns[None, :, :]
+    inside = (group < P.groups) & (column < P.columns)
+    if P.terms == "short":
+        code = tl.minimum(tl.maximum((half_bits(scale) + 127) >> 7, 1), 247)
+        scale = from_half_bits(code << 7)
+        store_short(code, zero, slab, column, inside, P)
     else:
-        groups: tl.constexpr = P.row_pad // P.group_pad
-        x = tl.reshape(x, (groups, P.group_pad, P.column_pad))
-        row = tl.reshape(tl.arange(0, P.row_pad), (groups, P.group_pad, 1))
-        scale, zero = _fit(x, row < P.rows, 1, highest)
-        group, column = tl.arange(0, groups)[:, None, None], columns[None, :, :]
-        inside = (group < P.groups) & (column < P.columns)
-        if P.terms == "short":
-            code = tl.minimum(tl.maximum((half_bits(scale) + 127) >> 7, 1), 247)
-            scale = from_half_bits(code << 7)
-            store_short(code, zero, slab, column, inside, P)
-        else:
-            store_terms(scale, zero, slab, group * P.columns + column, inside, P)
-        codes = nearest_codes(x, scale, zero, highest).to(tl.int32)
-        store_codes(tl.reshape(codes, (P.row_pad, P.column_pad)), slab, P)
+        store_terms(scale, zero, slab, group * P.columns + column, inside, P)
+    codes = nearest_codes(x, scale, zero, highest).to(tl.int32)
+    store_codes(tl.reshape(codes, (P.row_pad, P.column_pad)), slab, P)
 
 
 @triton.jit
