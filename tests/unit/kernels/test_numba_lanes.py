@@ -1,4 +1,4 @@
-"""The kernel, and sealing, on machines with narrower vectors, which numba is told to compile for; a process of its own each, since vectors are chosen once."""
+"""The kernel, and sealing, on machines with narrower vectors, which numba is told to compile for; a process each, since vectors are chosen once."""
 
 from __future__ import annotations
 
