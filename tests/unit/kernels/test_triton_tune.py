@@ -35,7 +35,9 @@ def test_programs_of_a_multiprocessor() -> None:
 @pytest.mark.parametrize("name", ["int4", "int3", "int2", "kivi2", "int8", "fp8"])
 def test_the_shipped_table_has_what_was_measured(name: str) -> None:
     assert key_of(H200, LAYOUT, name, name) in triton_tune._shipped()
-    assert tuning_for(H200, LAYOUT, name, name) == Tuning(168, name not in ("int8", "fp8"))
+    assert tuning_for(H200, LAYOUT, name, name) == {"int8": Tuning(255, False), "fp8": Tuning(168, False)}.get(
+        name, DEFAULT
+    )
 
 
 def test_what_nobody_measured_gets_the_default() -> None:
