@@ -5,7 +5,7 @@ What a kernel reads is
 
     tile[row, column] = (sum over planes of 2^shift * code) * scale + zero
 
-where the sum may first be bent by a curve (`Tile.curve`), for levels that are not evenly spaced.
+where the sum may first be bent by a curve (`Tile.curve`) or looked up in a table (`Tile.table`), for levels that are not evenly spaced.
 A codec that fits this gives a `Tile` and is read by every kernel that knows tiles (kernels/triton.py); a codec that does not gives None.
 """
 
@@ -60,16 +60,45 @@ class Term:
 
 
 @dataclass(frozen=True)
+class Slots:
+    """Numbers of each token that are added to the tile, to channels of their own: `count` arrays, each with one of every token.
+
+    offset    of the first array of numbers, float16 [S]; channels: of the first array of the channels they are added to, uint8 [S]
+    """
+
+    count: int
+    offset: int
+    channels: int
+
+
+@dataclass(frozen=True)
+class Table:
+    """Levels in the constants of the layer (`SlabReader.constants`): float32, for each head the 2^bits levels that codes stand for come first.
+
+    ranged  K: then a zero for each column, then a scale for each, in place of terms of the slab. They, and slots, come before RoPE
+    slots   what is added to levels times scale plus zero
+    pairs   K: so many pairs of columns (i, i + pairs) are turned by RoPE, place times angle, at last; the constants end with their angles, radians
+    first   where the slab says the place of the page's first token, an int32; read if there are pairs
+    """
+
+    slots: Slots | None = None
+    ranged: bool = False
+    pairs: int = 0
+    first: int = 0
+
+
+@dataclass(frozen=True)
 class Tile:
     """A slab as planes and terms; scale and zero, where both are there, are laid out alike.
 
-    curve  what codes of all planes together stand for, if not for themselves; then all planes have all columns
+    curve, table  what codes of all planes together stand for, if not for themselves; then all planes have all columns. One of them at most
     """
 
     planes: tuple[Plane, ...]
     scale: Term | None = None
     zero: Term | None = None
     curve: Curve | None = None
+    table: Table | None = None
 
 
 def plane(layout: SlabLayout, name: str, bits: int, *, kind: Kind = "uint", shift: int = 0) -> Plane:

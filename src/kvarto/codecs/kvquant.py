@@ -27,19 +27,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvarto.codecs.base import Codec, Reader, assemble, beyond, extract, from_tile, halving_mean, to_tile
 from kvarto.codecs.levels import Histogram, fit_levels, normalised, thresholds
-from kvarto.codecs.packing import code_fields, pack, unpack, unpack_tile
+from kvarto.codecs.packing import code_fields, code_planes, pack, unpack, unpack_tile
 from kvarto.codecs.rope import turn_rows, turned
 from kvarto.errors import ShapeError, UsageError
 from kvarto.jit import load_floats, torch
 from kvarto.layout import FieldSpec, Side, SlabLayout
 from kvarto.sealing import FLOAT16_MAX, SMALLEST_STEP
+from kvarto.tile import Slots, Table, Term, Tile
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,6 +71,14 @@ class Constants:
     zero: tuple[tuple[float, ...], ...] = ()
     scale: tuple[tuple[float, ...], ...] = ()
     angles: tuple[float, ...] = ()
+
+    def __hash__(self) -> int:
+        """Worked out once: kernels look readers up by it in every step."""
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.levels, self.thresholds, self.zero, self.scale, self.angles))
 
     @classmethod
     def of(
@@ -226,6 +235,17 @@ class KvQuant(Codec):
     def as_read(self) -> KvQuant:
         """Readers are told the constants when they read."""
         return replace(self, calibrated=None)
+
+    def tile(self, layout: SlabLayout) -> Tile | None:
+        """Levels in a table, of keys ranges and angles too, and slots; None without constants, which say how many channels RoPE turns."""
+        if self.calibrated is None:
+            return None
+        kept, lost_at, slot_at = self._slot_places(layout)
+        slots, planes = Slots(kept, lost_at, slot_at) if self.sparse else None, code_planes(layout, int(self.bits))
+        if layout.side is Side.K:
+            return Tile(planes, table=Table(slots, True, len(self.calibrated.angles), layout["first"].offset))
+        scale, zero = (Term(layout[name].offset, "float16", "column") for name in ("scale", "zero"))
+        return Tile(planes, scale, zero, table=Table(slots))
 
     def numba_reader(self, layout: SlabLayout) -> Reader:
         """The whole slab into the tile; no terms are left."""

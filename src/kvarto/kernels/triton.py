@@ -13,8 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 from kvarto.jit import torch, why_unavailable
 from kvarto.kernels.base import PageSet, Partial, Queries, SlabReader, Support
+from kvarto.kernels.triton_arguments import (
+    is_bfloat16,
+    matrix_out,
+    rotation_out,
+    sixteen_bits,
+    tables,
+    told_heads,
+)
 from kvarto.kernels.triton_support import can_copy, copying_programs, why_not
-from kvarto.kernels.triton_tune import tuning_for
+from kvarto.kernels.triton_tune import Tuning, tuning_for
 from kvarto.layout import Geometry, PageLayout, Side
 from kvarto.rule import Rule
 from kvarto.tile import Tile
@@ -30,6 +38,9 @@ _FIXED_SHARE = 32
 # Where so many pairs of a sequence and a head do not run at once, or hardly: how many times the splits that run at once there may be.
 _TURNS = 4
 _MOST_ENTRIES = 512  # every program works out the plan for all
+# How the packed launch is compiled for slabs with tables, and numbers of a slab that a warp of it holds.
+_TABLE_TUNING = Tuning(255, False)
+_TABLE_WARP_NUMBERS = 2048
 
 
 class TritonKernel:
@@ -51,6 +62,8 @@ class TritonKernel:
                 return Support(f"the {side.upper()} codec has no tile")
             if (why := why_not(side, reader.tile, reader.layout.dim)) is not None:
                 return Support(f"{side.upper()}: {why}")
+            if (told := told_heads(reader)) not in (None, 1, layout.geometry.heads):
+                return Support(f"{side.upper()}: constants of {told} heads, in pages of {layout.geometry.heads}")
         return Support()
 
     def attend(
@@ -65,8 +78,31 @@ class TritonKernel:
         raw, packed = ([pages for pages in sets if pages.raw is is_raw] for is_raw in (True, False))
         assert len(raw) <= 1, "more than one set of raw pages"
         assert len(packed) <= 1, "more than one set of packed pages"
-        attend = _attend_few if queries.longest <= _FEW_TOKENS else _attend_many
+        few = queries.longest <= _FEW_TOKENS and not any(_is_mixed(pages) for pages in packed)
+        attend = _attend_few if few else _attend_many
         return attend(queries, next(iter(packed), None), next(iter(raw), None), rule, scale, softcap, sinks)
+
+
+def _by_row(pages: PageSet) -> PageSet:
+    """The same with a table whose rows have their numbers next to each other."""
+    if pages.table.stride(1) == 1 or pages.table.shape[1] <= 1:
+        return pages
+    return replace(pages, table=pages.table.contiguous())
+
+
+def _has_table(reader: SlabReader) -> bool:
+    return reader.tile is not None and reader.tile.table is not None
+
+
+def _is_mixed(pages: PageSet) -> bool:
+    """One side has a table and the other none: then even few queries read decoded pages."""
+    return _has_table(pages.k) is not _has_table(pages.v)
+
+
+def _table_warps(geometry: Geometry) -> int:
+    """Warps of a program that reads tables."""
+    numbers = geometry.page_tokens * _power_of_2(max(geometry.k_dim, geometry.v_dim))
+    return max(1, min(8, numbers // _TABLE_WARP_NUMBERS))
 
 
 def interpreted() -> bool:
@@ -83,8 +119,11 @@ def _attend_few(
     geometry, (T, Hq, _), device = some.layout.geometry, queries.q.shape, queries.q.device
     heads, DV, R = geometry.heads, geometry.v_dim, Hq // geometry.heads
     tuning = tuning_for(_gpu(device), some.layout, some.k.name, some.v.name)
+    warps = 1
+    if packed is not None and _has_table(packed.k):
+        tuning, warps = _TABLE_TUNING, _table_warps(geometry)
     ahead = tuning.ahead and packed is not None and _can_copy(packed)
-    programs_at_once = min(tuning.programs, copying_programs(some.layout)) if ahead else tuning.programs
+    programs_at_once = min(tuning.programs, copying_programs(some.layout)) if ahead else tuning.programs // warps
     cut = _cut(queries, rule, packed, raw, R, _multiprocessors(device) * programs_at_once)
     plan = torch.empty(cut.entries, dtype=torch.int32, device=device)
     raw_out, raw_lse = _parts(cut.entries * heads * cut.raw_parts, cut.rows, DV, device)
@@ -94,12 +133,12 @@ def _attend_few(
         "SOFTCAP": softcap is not None,
     }  # fmt: skip
     # Before the first launch: a program that begins early must find its queries written.
-    q_raw, q_packed = (_sixteen_bits((pages or some).k, queries.q) for pages in (raw, packed))
+    q_raw, q_packed = (sixteen_bits((pages or some).k, queries.q) for pages in (raw, packed))
     if raw is not None:
         programs.attend_raw[(heads, cut.entries, cut.raw_parts)](
             q_raw, queries.start, queries.position, raw.pages, raw.table, raw_out, raw_lse, q_raw.stride(0), q_raw.stride(1),
             raw.table.stride(0), cut.groups, scale, softcap or 0.0,
-            PAGE_NBYTES=raw.pages.stride(0), K_NBYTES=raw.layout.k.nbytes, PAIR_NBYTES=raw.layout.pair_nbytes, BFLOAT16=_is_bfloat16(raw.k.tile),
+            PAGE_NBYTES=raw.pages.stride(0), K_NBYTES=raw.layout.k.nbytes, PAIR_NBYTES=raw.layout.pair_nbytes, BFLOAT16=is_bfloat16(raw.k.tile),
             num_warps=4, **shared,
         )  # fmt: skip
     packed_out, packed_lse = raw_out, raw_lse
@@ -108,16 +147,16 @@ def _attend_few(
         programs.attend_packed[(cut.splits,)](
             q_packed, queries.start, queries.position, packed.pages, packed.table, plan, packed_out, packed_lse,
             q_packed.stride(0), q_packed.stride(1), packed.table.stride(0),
-            cut.entries, cut.groups, cut.slots, cut.fixed_share, scale, softcap or 0.0,
+            cut.entries, cut.groups, cut.slots, cut.fixed_share, scale, softcap or 0.0, **tables(packed, device),
             K=packed.k.tile, V=packed.v.tile, PAGE_NBYTES=packed.pages.stride(0),
             K_NBYTES=packed.layout.k.nbytes, PAIR_NBYTES=packed.layout.pair_nbytes,
-            BFLOAT16=q_packed.dtype == torch.bfloat16, num_warps=1, num_stages=1, maxnreg=tuning.registers,
+            BFLOAT16=q_packed.dtype == torch.bfloat16, num_warps=warps, num_stages=1, maxnreg=tuning.registers,
             ENTRIES=1 if cut.entries == 1 else max(64, _power_of_2(cut.entries)), TURNS=cut.turns,
             AHEAD=ahead, **_follows(raw is not None, device), **shared,
         )  # fmt: skip
     out = torch.empty((T, Hq, DV), dtype=torch.float32, device=device)
     lse = torch.empty((T, Hq), dtype=torch.float32, device=device)
-    rotation, matrix = ("", None) if packed is None else _rotation_out(packed.v, device)
+    rotation, matrix = ("", None) if packed is None else rotation_out(packed.v, device)
     at_once = 0 if packed is None else _at_once(cut, heads, DV)
     programs.combine[(heads * cut.rows, cut.entries)](
         raw_out, raw_lse, packed_out, packed_lse, plan, queries.start, out if matrix is None else matrix,
@@ -139,7 +178,7 @@ def _attend_many(
     geometry, (T, Hq, _), device = some.layout.geometry, queries.q.shape, queries.q.device
     heads, S, DK, DV, B = geometry.heads, geometry.page_tokens, geometry.k_dim, geometry.v_dim, len(queries.position)
     at, history = raw or some, packed or some
-    q_raw, q_packed = _sixteen_bits(at.k, queries.q), _sixteen_bits(history.k, queries.q)
+    q_raw, q_packed = sixteen_bits(at.k, queries.q), sixteen_bits(history.k, queries.q)
     columns = 0 if packed is None else packed.table.shape[1]
     stretch = max(1, min(columns, _SCRATCH_BYTES // (2 * B * heads * S * (DK + DV))))
     if _deterministic():  # where a stretch ends must not depend on what else is in the batch
@@ -153,7 +192,7 @@ def _attend_many(
     state = torch.empty((T, Hq, DV + 2) if stretches > 1 or whole else (1,), dtype=torch.float32, device=device)
     out = torch.empty((T, Hq, DV), dtype=torch.float32, device=device)
     lse = torch.empty((T, Hq), dtype=torch.float32, device=device)
-    matrix = None if packed is None else _matrix_out(packed.v, device)
+    matrix = None if packed is None else matrix_out(packed.v, device)
     shared = {
         "HEADS": heads, "S": S, "DK": DK, "DV": DV,
         "SINK": rule.sink_pages, "WINDOW": rule.window_pages, "SLIDING": rule.sliding_tokens or 0,
@@ -166,7 +205,7 @@ def _attend_many(
         if packed is not None:
             programs.decode_pages[(stretch, heads, B)](
                 queries.start, queries.position, packed.pages, packed.table, lse if matrix is None else matrix,
-                k_scratch, v_scratch, k_base, packed.table.stride(0), i * stretch, stretch,
+                k_scratch, v_scratch, k_base, packed.table.stride(0), i * stretch, stretch, **tables(packed, device),
                 K=packed.k.tile, V=packed.v.tile, PAGE_NBYTES=packed.pages.stride(0), PAIR_NBYTES=packed.layout.pair_nbytes,
                 K_NBYTES=packed.layout.k.nbytes, ROTATED=matrix is not None, num_warps=4, **shared,
             )  # fmt: skip
@@ -179,7 +218,7 @@ def _attend_many(
             lse if sinks is None else sinks, state, out, lse,
             q_raw.stride(0), q_raw.stride(1), q_packed.stride(0), q_packed.stride(1), at.table.stride(0), i * stretch, stretch,
             scale, softcap or 0.0,
-            RAW_BFLOAT16=_is_bfloat16(at.k.tile), RAW_PAGE_NBYTES=at.pages.stride(0), RAW_PAIR_NBYTES=at.layout.pair_nbytes,
+            RAW_BFLOAT16=is_bfloat16(at.k.tile), RAW_PAGE_NBYTES=at.pages.stride(0), RAW_PAIR_NBYTES=at.layout.pair_nbytes,
             RAW_K_NBYTES=at.layout.k.nbytes, R=Hq // heads, M=M, N=N, SOFTCAP=softcap is not None,
             HAS_RAW=raw is not None, HAS_PACKED=packed is not None, HAS_SINKS=sinks is not None,
             FIRST=i == 0, LAST=i == stretches - 1, WHOLE_DONE=whole, num_warps=M // 16, num_stages=3 if roomy else 2, **shared,
@@ -317,57 +356,7 @@ def _generation(device: torch.device) -> int:
     return 0 if interpreted() else int(torch.cuda.get_device_capability(device)[0])
 
 
-# ---- what the programs take ------------------------------------------------------------------------------------------
-
-
-def _sixteen_bits(reader: SlabReader, q: Tensor) -> Tensor:
-    """q in the domain of the reader's tile, in 16 bits and readable as words of two; float32 becomes what the pages hold, or float16."""
-    if _rotates(reader, q.device):
-        q = reader.rotate(q.float()).to(q.dtype)
-    if q.dtype == torch.float32:
-        q = q.bfloat16() if _is_bfloat16(reader.tile) else q.half()
-    in_words = q.stride(-1) == 1 and not (q.stride(0) | q.stride(1)) & 1 and q.data_ptr() % 4 == 0
-    return q if in_words else q.clone(memory_format=torch.contiguous_format)
-
-
-def _by_row(pages: PageSet) -> PageSet:
-    """The same with a table whose rows have their numbers next to each other."""
-    if pages.table.stride(1) == 1 or pages.table.shape[1] <= 1:
-        return pages
-    return replace(pages, table=pages.table.contiguous())
-
-
-def _is_bfloat16(tile: Tile | None) -> bool:
-    return tile is not None and tile.planes[0].kind == "bfloat16"
-
-
-@cache
-def _rotates(reader: SlabReader, device: torch.device) -> bool:
-    """True unless `rotate` is the identity."""
-    eye = torch.eye(reader.layout.dim, device=device)
-    return not torch.equal(reader.rotate(eye), eye)
-
-
-@cache
-def _rotation_out(reader: SlabReader, device: torch.device) -> tuple[str, Tensor | None]:
-    """What `combine` calls the rotation that `unrotate` is, and its matrix float32 [D, D] if that is needed: unrotate(y) is y times it."""
-    matrix = _matrix_out(reader, device)
-    if matrix is None:
-        return "", None
-    sylvester = torch.ones(1, 1, device=device)
-    while len(sylvester) < len(matrix):
-        sylvester = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], device=device), sylvester)
-    if len(sylvester) == len(matrix) and torch.allclose(matrix * len(matrix) ** 0.5, sylvester, rtol=1e-5, atol=1e-5):
-        return "hadamard", None
-    return "matrix", matrix
-
-
-@cache
-def _matrix_out(reader: SlabReader, device: torch.device) -> Tensor | None:
-    """float32 [D, D]: unrotate(y) is y times it. None for the identity."""
-    eye = torch.eye(reader.layout.dim, device=device)
-    matrix = reader.unrotate(eye).contiguous()
-    return None if torch.equal(matrix, eye) else matrix
+# ---- the programs ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

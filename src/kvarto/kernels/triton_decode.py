@@ -4,7 +4,8 @@ The query rows of a sequence (its tokens times R heads) are cut into *entries* o
 from the device, so a CUDA graph may be replayed as they grow.
 
     attend_raw     a program for each raw page (sink, recent window, the query's own page) of each pair
-    attend_packed  a program for each split: a run of packed pages of one pair, read by one warp (triton_walk.py)
+    attend_packed  a program for each split: a run of packed pages of one pair, read by one warp (triton_walk.py), or by several if levels
+                   of both sides stand in tables (triton_levels.py)
 
 The plan cuts each entry's packed pages into equal splits of at most `share` pages: the smallest share for which all splits run at once, or, where
 there are so many pairs that this leaves much of the machine idle, the one that should end soonest. Programs that do not run at once do not wait for
@@ -21,6 +22,8 @@ import triton
 import triton.language as tl
 from triton.language import constexpr
 
+from kvarto.kernels.triton_levels import walk_levels
+from kvarto.kernels.triton_spec import has_table
 from kvarto.kernels.triton_tiles import launch_next, product, wait_for_previous
 from kvarto.kernels.triton_walk import HIDDEN, LOG2E, store, walk
 
@@ -177,7 +180,7 @@ def attend_raw(
 @triton.jit(do_not_specialize=["columns", "entries", "groups", "slots", "fixed_share"])
 def attend_packed(
     q, start, position, pages, table, plan, out, lse, q_stride_t, q_stride_h, columns,
-    entries, groups, slots, fixed_share, scale, softcap,
+    entries, groups, slots, fixed_share, scale, softcap, k_told, k_told_stride, v_told, v_told_stride, turns, phases,
     K: constexpr, V: constexpr, PAGE_NBYTES: constexpr, K_NBYTES: constexpr, PAIR_NBYTES: constexpr, BFLOAT16: constexpr,
     HEADS: constexpr, R: constexpr, S: constexpr, DK: constexpr, DV: constexpr, N: constexpr,
     SINK: constexpr, WINDOW: constexpr, SLIDING: constexpr, SOFTCAP: constexpr, ENTRIES: constexpr, TURNS: constexpr, AHEAD: constexpr,
@@ -189,6 +192,7 @@ def attend_packed(
     plan           int32 [entries]: filled with the splits of all heads up to and with each entry
     slots          splits that run at once; fixed_share: pages of a split, or 0 for as many as fill the slots
     out, lse       float32 [grid 0, N(, DV)]
+    k_told ...     if slabs have tables, as triton_levels.py says, of head 0, and how far those of the next head are; else None
     """
     launch_next()
     if ENTRIES == 1:
@@ -225,6 +229,7 @@ def attend_packed(
     if inside:
         _attend_split(
             q, start, position, pages, table, out, lse, q_stride_t, q_stride_h, columns, e, groups, before, splits, scale, softcap,
+            k_told, k_told_stride, v_told, v_told_stride, turns, phases,
             K, V, PAGE_NBYTES, K_NBYTES, PAIR_NBYTES, BFLOAT16, HEADS, R, S, DK, DV, N, SINK, WINDOW, SLIDING, SOFTCAP, AHEAD,
         )  # fmt: skip
     wait_for_previous()
@@ -233,6 +238,7 @@ def attend_packed(
 @triton.jit
 def _attend_split(
     q, start, position, pages, table, out, lse, q_stride_t, q_stride_h, columns, e, groups, before, splits, scale, softcap,
+    k_told, k_told_stride, v_told, v_told_stride, turns, phases,
     K: constexpr, V: constexpr, PAGE_NBYTES: constexpr, K_NBYTES: constexpr, PAIR_NBYTES: constexpr, BFLOAT16: constexpr,
     HEADS: constexpr, R: constexpr, S: constexpr, DK: constexpr, DV: constexpr, N: constexpr,
     SINK: constexpr, WINDOW: constexpr, SLIDING: constexpr, SOFTCAP: constexpr, AHEAD: constexpr,
@@ -256,11 +262,18 @@ def _attend_split(
     if not SOFTCAP:
         scale = scale * LOG2E
     if first < end:
-        acc, top_scale, zero_sum, top, total = walk(
-            pages + head * PAIR_NBYTES, table + sequence.to(tl.int64) * columns, first, end, q + rows[:, None],
-            t, t_low, t_high, scale, softcap, K, V, PAGE_NBYTES, K_NBYTES, PAIR_NBYTES - K_NBYTES, S, DK, DV, N, BFLOAT16,
-            WINDOW, SLIDING, SOFTCAP, AHEAD,
-        )  # fmt: skip
+        if has_table(K):
+            acc, top_scale, zero_sum, top, total = walk_levels(
+                pages + head * PAIR_NBYTES, table + sequence.to(tl.int64) * columns, first, end, q + rows[None, :],
+                t, t_low, t_high, scale, softcap, k_told + head * k_told_stride, v_told + head * v_told_stride, turns, phases,
+                K, V, PAGE_NBYTES, K_NBYTES, S, DK, DV, N, WINDOW, SLIDING, SOFTCAP,
+            )  # fmt: skip
+        else:
+            acc, top_scale, zero_sum, top, total = walk(
+                pages + head * PAIR_NBYTES, table + sequence.to(tl.int64) * columns, first, end, q + rows[:, None],
+                t, t_low, t_high, scale, softcap, K, V, PAGE_NBYTES, K_NBYTES, PAIR_NBYTES - K_NBYTES, S, DK, DV, N, BFLOAT16,
+                WINDOW, SLIDING, SOFTCAP, AHEAD,
+            )  # fmt: skip
         store(acc, top_scale, zero_sum, top, total, out, lse, N, count, V, DV)
     else:
         tl.store(lse + tl.arange(0, N), tl.full((N,), float("-inf"), tl.float32))

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from triton.language import constexpr
 
+from kvarto.kernels.triton_levels import decode_level_keys, decode_level_values, within_float16
 from kvarto.kernels.triton_slab import low_zero
 from kvarto.kernels.triton_spec import (
     bits_of,
@@ -26,6 +27,7 @@ from kvarto.kernels.triton_spec import (
     group_rows_of,
     groups_of,
     has_scale,
+    has_table,
     has_zero,
     is_curved,
     is_float,
@@ -41,8 +43,6 @@ from kvarto.kernels.triton_spec import (
 from kvarto.kernels.triton_tiles import bend, product
 from kvarto.kernels.triton_walk import HIDDEN, LOG2E
 
-FLOAT16_MAX = constexpr(65504.0)
-
 
 # ---- packed pages to numbers -----------------------------------------------------------------------------------------
 
@@ -50,13 +50,15 @@ FLOAT16_MAX = constexpr(65504.0)
 @triton.jit(do_not_specialize=["columns", "first_page", "stretch_pages"])
 def decode_pages(
     start, position, pages, table, unrotate, k_scratch, v_scratch, k_base, columns, first_page, stretch_pages,
+    k_told, k_told_stride, v_told, v_told_stride, turns, phases,
     K: constexpr, V: constexpr, PAGE_NBYTES: constexpr, PAIR_NBYTES: constexpr, K_NBYTES: constexpr,
     HEADS: constexpr, S: constexpr, DK: constexpr, DV: constexpr, SINK: constexpr, WINDOW: constexpr, SLIDING: constexpr,
     ROTATED: constexpr,
 ):  # fmt: skip
     """Grid (pages of the stretch, HEADS, B): page first_page + i of each sequence, if one of its queries reads it.
 
-    unrotate  float32 [DV, DV], from the right takes a row of the V tile's domain to the values' own; read only if ROTATED
+    unrotate   float32 [DV, DV], from the right takes a row of the V tile's domain to the values' own; read only if ROTATED
+    k_told ... of sides with a table, as triton_levels.py says, of head 0, and how far those of the next head are; else None
     """
     page = first_page + tl.program_id(0)
     head, sequence = tl.program_id(1), tl.program_id(2)
@@ -73,9 +75,18 @@ def decode_pages(
     first_slab = pages + tl.load(table + first).to(tl.int64) * PAGE_NBYTES + head * PAIR_NBYTES
     pair = sequence.to(tl.int64) * HEADS + head
     k_out = k_scratch + (pair * stretch_pages + tl.program_id(0)) * S * DK
-    _decode_keys(slab, first_slab, k_out, k_base + pair * DK, page == first, K, S, DK)
+    k_base += pair * DK
+    if has_table(K):
+        decode_level_keys(
+            slab, first_slab, k_told + head * k_told_stride, turns, phases, k_out, k_base, page == first, K, S, DK
+        )
+    else:
+        _decode_keys(slab, first_slab, k_out, k_base, page == first, K, S, DK)
     v_out = v_scratch + pair * stretch_pages * S * DV + tl.program_id(0) * S
-    _decode_values(slab + K_NBYTES, v_out, unrotate, stretch_pages * S, V, DV, S, ROTATED)
+    if has_table(V):
+        decode_level_values(slab + K_NBYTES, v_told + head * v_told_stride, v_out, stretch_pages * S, V, DV, S)
+    else:
+        _decode_values(slab + K_NBYTES, v_out, unrotate, stretch_pages * S, V, DV, S, ROTATED)
 
 
 @triton.jit
@@ -87,7 +98,7 @@ def _decode_keys(slab, first_slab, out, k_base, is_first, TILE: constexpr, S: co
         base = _numbers(first_slab, row * 0 + S - 1, column, field, inside & (row >= 0), TILE, S, D)
         if bits_of(TILE, 0) == 16:  # these are float16 numbers as they are; their differences are not
             base = tl.zeros(base.shape, tl.float32)
-        numbers = _within_float16(_numbers(slab, row, column, field, inside & (row < S), TILE, S, D) - base)
+        numbers = within_float16(_numbers(slab, row, column, field, inside & (row < S), TILE, S, D) - base)
         tl.store(out + row * D + column, numbers.to(tl.float16), mask=inside & (row < S))
         tl.store(k_base + column + row * 0, base, mask=inside & (row == 0) & is_first)
 
@@ -132,12 +143,7 @@ def _numbers(slab, row, column, FIELD: constexpr, inside, TILE: constexpr, ROWS:
         numbers *= _term(slab, row, column, inside, TILE, False, ROWS, COLUMNS)
     if has_zero(TILE):
         numbers += _term(slab, row, column, inside, TILE, True, ROWS, COLUMNS)
-    return _within_float16(numbers)
-
-
-@triton.jit
-def _within_float16(numbers):
-    return tl.minimum(tl.maximum(numbers, -FLOAT16_MAX), FLOAT16_MAX)
+    return within_float16(numbers)
 
 
 @triton.jit

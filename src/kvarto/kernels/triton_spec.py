@@ -110,7 +110,7 @@ def fields_of(tile: Tile) -> int:
 @triton.constexpr_function
 def unit_of(tile: Tile) -> float:
     """An unpacked tile times this is the codes, or what they stand for."""
-    return 2.0**24 if tile.planes[0].kind == "uint" and tile.curve is None else 1.0
+    return 2.0**24 if tile.planes[0].kind == "uint" and tile.curve is None and tile.table is None else 1.0
 
 
 @triton.constexpr_function
@@ -124,6 +124,39 @@ def curve_of(tile: Tile, i: int) -> float:
     """Coefficient i of the curve."""
     assert tile.curve is not None
     return tile.curve[i]
+
+
+@triton.constexpr_function
+def has_table(tile: Tile) -> bool:
+    """Codes stand for levels in the constants of the layer."""
+    return tile.table is not None
+
+
+@triton.constexpr_function
+def slots_of(tile: Tile) -> int:
+    """How many numbers of a token are added to the tile."""
+    return 0 if tile.table is None or tile.table.slots is None else tile.table.slots.count
+
+
+@triton.constexpr_function
+def slot_offset(tile: Tile, channels: bool) -> int:
+    """Byte of the slab at which what is added begins, or to which channels."""
+    assert tile.table is not None
+    assert tile.table.slots is not None
+    return tile.table.slots.channels if channels else tile.table.slots.offset
+
+
+@triton.constexpr_function
+def pairs_of(tile: Tile) -> int:
+    """How many pairs of columns RoPE turns."""
+    return 0 if tile.table is None else tile.table.pairs
+
+
+@triton.constexpr_function
+def place_offset(tile: Tile) -> int:
+    """Byte of the slab at which the place of the page's first token stands."""
+    assert tile.table is not None
+    return tile.table.first
 
 
 @triton.constexpr_function

@@ -17,6 +17,8 @@ def why_not(side: Side, tile: Tile, dim: int) -> str | None:
     """Why the program cannot read a tile, or None."""
     if dim > MAX_DIM or dim < 16:
         return f"a head dimension of {dim}: only 16 to {MAX_DIM}"
+    if tile.table is not None:
+        return None  # decoded number by number: rows of any length
     for plane in tile.planes:
         if plane.kind == "float32":
             return "float32 values: tensor cores have no such operand"
@@ -39,7 +41,7 @@ def why_not(side: Side, tile: Tile, dim: int) -> str | None:
 
 def can_copy(layout: PageLayout, k: Tile, v: Tile) -> bool:
     """A program can copy its slabs ahead (triton_shared.py)."""
-    return layout.pair_nbytes <= _MOST_NBYTES and _reads_whole(k, layout.k) and _reads_whole(v, layout.v)
+    return k.table is None and v.table is None and layout.pair_nbytes <= _MOST_NBYTES and _reads_whole(k, layout.k) and _reads_whole(v, layout.v)
 
 
 def copying_programs(layout: PageLayout) -> int:
