@@ -13,6 +13,7 @@ import numpy as np
 
 from kvarto.binding import BoundCodec
 from kvarto.codecs import Codec
+from kvarto.codecs.kvquant import KvQuant
 from kvarto.formats import Format
 from kvarto.jit import torch
 from kvarto.layout import PAGE_TOKENS, Side
@@ -51,6 +52,20 @@ def specimen(codec: Codec, side: Side, dim: int, page_tokens: int = PAGE_TOKENS)
 def specimen_format(chosen: Format, k_dim: int, v_dim: int) -> Format:
     """The format with specimens as codecs."""
     return replace(chosen, k=specimen(chosen.k, Side.K, k_dim), v=specimen(chosen.v, Side.V, v_dim))
+
+
+def specimen_heads(codec: Codec, side: Side, dim: int, heads: int, page_tokens: int = PAGE_TOKENS) -> Codec:
+    """The codec, if it needs constants with those of noise, wider and about another bias in each of `heads` heads."""
+    bias = torch.linspace(-0.5, 0.5, dim)
+    each = [
+        codec.fitted(_noise((16, page_tokens, dim), seed=9 + h) * (1 + h / 4) + h * bias, side) for h in range(heads)
+    ]
+    made = [one.calibrated for one in each if isinstance(one, KvQuant) and one.calibrated is not None]
+    first = each[0]
+    if side is Side.V or not isinstance(first, KvQuant) or not made:
+        return first
+    zero, scale = tuple(one.zero[0] for one in made), tuple(one.scale[0] for one in made)
+    return replace(first, calibrated=replace(made[0], zero=zero, scale=scale))
 
 
 def check_layout(bound: BoundCodec) -> None:

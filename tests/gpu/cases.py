@@ -34,7 +34,7 @@ from kvarto.kernels.base import PageSet, Partial, Queries
 from kvarto.kernels.triton import TritonKernel
 from kvarto.layout import Geometry, Side
 from kvarto.rule import Rule
-from kvarto.testing import specimen_format
+from kvarto.testing import specimen_heads
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
@@ -232,7 +232,12 @@ def make(
     store_nbytes  of each store at least; pages that are used lie at its end
     """
     generator = torch.Generator(DEVICE).manual_seed(0)
-    chosen, S = specimen_format(parse_format(text), geometry.k_dim, geometry.v_dim), geometry.page_tokens
+    S, chosen = geometry.page_tokens, parse_format(text)
+    chosen = replace(
+        chosen,
+        k=specimen_heads(chosen.k, Side.K, geometry.k_dim, geometry.heads, S),
+        v=specimen_heads(chosen.v, Side.V, geometry.v_dim, geometry.heads, S),
+    )
     rule = Rule(S, chosen.sink_tokens // S, chosen.window_tokens // S, sliding)
     counts = [1] * len(lengths) if counts is None else counts
     pages = [geometry.pages_for(length) for length in lengths]
@@ -304,10 +309,11 @@ def _page_set(
     # Row -1 of `store` is the first row of what is allocated: poison too.
     store = torch.full((rows + 1, layout.nbytes), POISON, dtype=torch.uint8, device=DEVICE)[1:]
     generator = torch.Generator().manual_seed(1)
+    places = torch.cat([torch.arange(len(row), dtype=torch.int32) for row in read]).to(DEVICE) * geometry.page_tokens
     spots = (rows - used - SPARE_PAGES + torch.randperm(used + SPARE_PAGES, generator=generator)[:used]).to(DEVICE)
     if used:
         store[spots] = torch.cat(
-            [codec.encode(x[wanted]) for codec, x in zip(codecs, (k, v), strict=True)], dim=-1
+            [codec.encode(x[wanted], places[wanted]) for codec, x in zip(codecs, (k, v), strict=True)], dim=-1
         ).flatten(1)
     flat = torch.full((len(wanted),), -1, dtype=torch.int32, device=DEVICE)
     flat[wanted] = spots.int()

@@ -25,7 +25,6 @@ from kvarto.kernels.triton_support import can_copy, copying_programs, why_not
 from kvarto.kernels.triton_tune import Tuning, tuning_for
 from kvarto.layout import Geometry, PageLayout, Side
 from kvarto.rule import Rule
-from kvarto.tile import Tile
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,9 +37,8 @@ _FIXED_SHARE = 32
 # Where so many pairs of a sequence and a head do not run at once, or hardly: how many times the splits that run at once there may be.
 _TURNS = 4
 _MOST_ENTRIES = 512  # every program works out the plan for all
-# How the packed launch is compiled for slabs with tables, and numbers of a slab that a warp of it holds.
-_TABLE_TUNING = Tuning(255, False)
-_TABLE_WARP_NUMBERS = 2048
+# Of the packed launch for slabs with tables: numbers of a slab that a warp holds, if it may, and registers of a thread then.
+_TABLE_WARP_NUMBERS, _TABLE_WARPS, _TABLE_REGISTERS = 1024, 8, 128
 
 
 class TritonKernel:
@@ -99,10 +97,11 @@ def _is_mixed(pages: PageSet) -> bool:
     return _has_table(pages.k) is not _has_table(pages.v)
 
 
-def _table_warps(geometry: Geometry) -> int:
-    """Warps of a program that reads tables."""
+def _table_tuning(geometry: Geometry) -> tuple[Tuning, int]:
+    """(tuning, warps) of the packed launch for slabs with tables."""
     numbers = geometry.page_tokens * _power_of_2(max(geometry.k_dim, geometry.v_dim))
-    return max(1, min(8, numbers // _TABLE_WARP_NUMBERS))
+    warps = max(1, min(_TABLE_WARPS, numbers // _TABLE_WARP_NUMBERS))
+    return Tuning(_TABLE_REGISTERS if numbers <= warps * _TABLE_WARP_NUMBERS else 255, False), warps
 
 
 def interpreted() -> bool:
@@ -121,7 +120,7 @@ def _attend_few(
     tuning = tuning_for(_gpu(device), some.layout, some.k.name, some.v.name)
     warps = 1
     if packed is not None and _has_table(packed.k):
-        tuning, warps = _TABLE_TUNING, _table_warps(geometry)
+        tuning, warps = _table_tuning(geometry)
     ahead = tuning.ahead and packed is not None and _can_copy(packed)
     programs_at_once = min(tuning.programs, copying_programs(some.layout)) if ahead else tuning.programs // warps
     cut = _cut(queries, rule, packed, raw, R, _multiprocessors(device) * programs_at_once)

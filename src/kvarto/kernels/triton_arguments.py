@@ -1,4 +1,4 @@
-"""What the Triton programs take besides pages: queries in 16 bits, rotations, and constants of layers. Host code, made once for each reader and device."""
+"""What the Triton programs take besides pages: queries in 16 bits, rotations, constants of layers. Host code; made once for a reader and device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvarto.tile import Tile
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Half a page turns a pair by less than so many radians: then its keys are nearer to the middle of their range, turned like the page's middle, than to 0.
+# Half a page turns a pair by less than so many radians: then its keys are nearer to the middle of their range than to 0.
 _SLOW = 1.0
 
 
@@ -82,31 +82,33 @@ class Told:
 
 def tables(pages: PageSet | None, device: torch.device) -> dict[str, Any]:
     """The arguments of the programs that read tables; None, which compiles to nothing, for what is not there."""
-    k, v = (None, None) if pages is None else (_told(reader, device) for reader in (pages.k, pages.v))
+    k, v = (None, None) if pages is None else (told_of(reader, device) for reader in (pages.k, pages.v))
     return {
         "k_told": k and k.told, "k_told_stride": k and k.stride, "v_told": v and v.told, "v_told_stride": v and v.stride,
         "turns": k and k.turns, "phases": k and k.phases,
     }  # fmt: skip
 
 
-@cache
-def _told(reader: SlabReader, device: torch.device) -> Told | None:
+def told_of(reader: SlabReader, device: torch.device) -> Told | None:
     """The constants of a reader on a device; None without a table. Kept, so that a graph may hold their addresses."""
-    table = None if reader.tile is None else reader.tile.table
-    if table is None:
-        return None
-    constants, S = reader.constants, reader.layout.page_tokens
+    return None if reader.tile is None or reader.tile.table is None else _told(reader, device)
+
+
+@cache
+def _told(reader: SlabReader, device: torch.device) -> Told:
+    tile, constants = reader.tile, reader.constants
+    assert tile is not None, "no tile"
+    assert tile.table is not None, "no table"
     assert constants is not None, "a table without constants"
-    if not table.ranged:
+    if not tile.table.ranged:
         return Told(_on(constants, device), _stride(constants), None, None)
-    D = reader.layout.dim
-    angles = constants[0, constants.shape[1] - table.pairs :]
-    numbers = constants[:, : (1 << sum(plane.bits for plane in reader.tile.planes)) + 2 * D]
-    zeros = numbers[:, -2 * D : -D]
-    slow = np.ones(D, bool)
-    slow[: 2 * table.pairs] = np.tile(np.abs(angles) * (S / 2) < _SLOW, 2)
-    rows = np.concatenate([numbers, zeros * slow], axis=1)
-    turns, phases = _turns(tuple(map(float, angles)), S, device) if table.pairs else (None, None)
+    D, S, pairs = reader.layout.dim, reader.layout.page_tokens, tile.table.pairs
+    angles = constants[0, constants.shape[1] - pairs :]
+    numbers = constants[:, : (1 << sum(plane.bits for plane in tile.planes)) + 2 * D]
+    slow = np.ones(D, np.float32)
+    slow[: 2 * pairs] = np.concatenate([np.abs(angles) * (S / 2) < _SLOW] * 2)
+    rows = np.concatenate([numbers, numbers[:, -2 * D : -D] * slow], axis=1)
+    turns, phases = _turns(tuple(map(float, angles)), S, device) if pairs else (None, None)
     return Told(_on(rows, device), _stride(rows), turns, phases)
 
 

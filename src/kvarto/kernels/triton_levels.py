@@ -1,20 +1,22 @@
-"""Slabs whose levels stand in a table (`kvarto.tile.Table`: KVQuant): decoded to scratch for many queries, read page by page for few. Triton functions.
+"""Slabs whose levels stand in a table (`kvarto.tile.Table`: KVQuant): decoded for many queries, read page by page for few. Triton functions.
 
-Codes are looked up one by one in a head's levels, one line of the first-level cache; slots are added where their channel is compared with; keys are
-turned by RoPE. The turn of slot s of a page at place p is cut at the page's middle m = p + S / 2, so that only r / 2 angles are worked out in a page:
+Codes are looked up one by one in a head's levels, one line of the first-level cache; slots are added where the channel is theirs; keys are turned by
+RoPE. The turn of slot s of a page at place p is cut at the page's middle m = p + S / 2, so that only r / 2 angles are worked out for a page:
 
-    turn by (p + s) angle  =  turn by (s - S / 2) angle, a table that all pages share   after   turn by m angle
+    turn by (p + s) angle  =  turn by (s - S / 2) angle, from a table that all pages share,  after  turn by m angle
 
-For few queries (`walk_levels`) the second of them is taken from the keys and undone on the queries instead, in float32: keys are then turned by half a
-page at most, so that a channel that turns slowly keeps its middle, however far the page is, and that is taken from it: float16 holds what tells
-keys apart. m angle is a product of whole numbers that wraps at a full turn (int64, 2^-64 of it), so no place is too far.
+For few queries (`walk_levels`) the second is not done to the keys but undone on the queries, in float32. Keys are then turned by half a page at most:
+a channel that turns slowly keeps its middle, however far the page is. That is taken from it, so float16 holds what tells keys apart; and since what
+is encoded is within a quarter of float16's range, it holds that. m angle is a product of whole numbers that wraps at a full turn, however far m is.
 
-    told    float32 of the head: levels | of keys zeros [D] | scales [D] | what is taken from keys in the frame of the page's middle [D]
+    told    float32 of the head: levels; of keys also zeros [D], scales [D], what is taken from keys in the frame of the page's middle [D]
     turns   int64 [pairs]: angles as parts of a full turn, 2^-64 of it
     phases  float32 [2, S, pairs]: cosines and sines of (s - S / 2) angle                        (triton_arguments.py makes the three)
 """
 
 from __future__ import annotations
+
+from math import factorial, tau
 
 import triton
 import triton.language as tl
@@ -38,7 +40,10 @@ from kvarto.kernels.triton_tiles import product
 from kvarto.kernels.triton_walk import HIDDEN, LOG2E, P_LIMIT
 
 _FLOAT16_MAX = constexpr(65504.0)
-_RADIANS = constexpr(6.283185307179586 / 4294967296.0)
+_TURN = constexpr(2.0**-32)
+_SINE_1, _SINE_3, _SINE_5, _SINE_7, _SINE_9, _SINE_11 = (
+    constexpr((-1) ** (i // 2) * tau**i / factorial(i)) for i in (1, 3, 5, 7, 9, 11)
+)
 
 
 # ---- a slab as numbers -----------------------------------------------------------------------------------------------
@@ -90,8 +95,20 @@ def _page_turn(slab, turns, pair, TILE: constexpr, S: constexpr):
     """(cosines, sines) of the angles of the middle of a slab's page, float32 of the shape of `pair`; any beyond the last pair."""
     place = tl.load((slab + place_offset(TILE)).to(tl.pointer_type(tl.int32))).to(tl.int64) + S // 2
     turn = tl.load(turns + pair, mask=pair < pairs_of(TILE), other=0) * place
-    angle = (turn >> 32).to(tl.int32).to(tl.float32) * _RADIANS
-    return tl.cos(angle), tl.sin(angle)
+    part = (turn >> 32).to(tl.int32).to(tl.float32) * _TURN  # -0.5 .. 0.5
+    folded = tl.where(part > 0.25, 0.5 - part, tl.where(part < -0.25, -0.5 - part, part))
+    return _sine(0.25 - tl.abs(part)), _sine(folded)
+
+
+@triton.jit
+def _sine(part):
+    """Of -1/4 .. 1/4 turns, by the series, off by 2e-7: the library's sine looks for larger angles in every thread."""
+    square = part * part
+    total = square * _SINE_11 + _SINE_9
+    total = total * square + _SINE_7
+    total = total * square + _SINE_5
+    total = total * square + _SINE_3
+    return (total * square + _SINE_1) * part
 
 
 @triton.jit
@@ -189,7 +206,7 @@ def _taken(told, FIRST: constexpr, COUNT: constexpr, TILE: constexpr, D: constex
 def _add_scores(scores, q, keys, taken):
     """scores [S, N] plus keys [S, channels] times q [channels, N], of which `taken` [channels] is multiplied apart, in float32."""
     scores += tl.sum(q * taken[:, None], axis=0)[None, :]
-    return product(within_float16(keys - taken[None, :]).to(tl.float16), q.to(tl.float16), scores)
+    return product((keys - taken[None, :]).to(tl.float16), q.to(tl.float16), scores)
 
 
 @triton.jit
@@ -255,6 +272,6 @@ def walk_levels(
         shrink = tl.exp2(top - new_top)[None, :]
         top = new_top
         total = total * shrink + p
-        values = within_float16(_values(slab + K_NBYTES, v_told, channel, column, channel < DV, V, S))
+        values = _values(slab + K_NBYTES, v_told, channel, column, channel < DV, V, S)
         acc = product(values.to(tl.float16), (p * P_LIMIT).to(tl.float16), acc * shrink)
     return (acc,), tl.full((), 1.0, tl.float32), tl.zeros((N,), tl.float32), top, tl.sum(total, axis=0)

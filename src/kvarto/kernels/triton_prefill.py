@@ -43,7 +43,6 @@ from kvarto.kernels.triton_spec import (
 from kvarto.kernels.triton_tiles import bend, product
 from kvarto.kernels.triton_walk import HIDDEN, LOG2E
 
-
 # ---- packed pages to numbers -----------------------------------------------------------------------------------------
 
 

@@ -41,7 +41,13 @@ def why_not(side: Side, tile: Tile, dim: int) -> str | None:
 
 def can_copy(layout: PageLayout, k: Tile, v: Tile) -> bool:
     """A program can copy its slabs ahead (triton_shared.py)."""
-    return k.table is None and v.table is None and layout.pair_nbytes <= _MOST_NBYTES and _reads_whole(k, layout.k) and _reads_whole(v, layout.v)
+    return (
+        k.table is None
+        and v.table is None
+        and layout.pair_nbytes <= _MOST_NBYTES
+        and _reads_whole(k, layout.k)
+        and _reads_whole(v, layout.v)
+    )
 
 
 def copying_programs(layout: PageLayout) -> int:

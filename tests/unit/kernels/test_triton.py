@@ -37,6 +37,7 @@ from kvarto.kernels.triton import TritonKernel
 from kvarto.kernels.triton_tune import Tuning, trial
 from kvarto.layout import Geometry, PageLayout, Side
 from kvarto.rule import Rule
+from kvarto.testing import specimen_heads
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LENGTHS = (1, 63, 64, 65, 200)
@@ -128,12 +129,16 @@ def case(
     dtype: torch.dtype = torch.float32,
     keys: Callable[[Tensor], Tensor] = lambda k: k,
     values: Callable[[Tensor], Tensor] = lambda v: v,
+    codecs: tuple[Codec, Codec] | None = None,
+    place: int = 0,
     **options: object,
 ) -> Case:
     """Sequences of `lengths` tokens; the last `counts` (1 each) are the queries.
 
     packed, raw   the formats of the two sets, or None
     keys, values  change normal numbers [pages, S, Hkv, D]
+    codecs        in place of those of `packed`, which if they need constants get those of `specimen_heads`
+    place         of all sequences' first tokens, as pages are told it
     """
     generator = torch.Generator().manual_seed(sum(lengths) + geometry.k_dim)
     counts = counts or [1] * len(lengths)
@@ -151,7 +156,7 @@ def case(
         for n in lengths
     ]
     sets = tuple(
-        _page_set(text, geometry, numbers, lengths, counts, rule, is_raw, generator)
+        _page_set(text, geometry, numbers, lengths, counts, rule, is_raw, generator, None if is_raw else codecs, place)
         for text, is_raw in ((packed, False), (raw, True))
         if text is not None
     )
@@ -163,12 +168,16 @@ def case(
 
 def _page_set(
     text: str, geometry: Geometry, numbers: list[list[Tensor]], lengths: Sequence[int], counts: Sequence[int],
-    rule: Rule, is_raw: bool, generator: torch.Generator,
+    rule: Rule, is_raw: bool, generator: torch.Generator, codecs: tuple[Codec, Codec] | None, place: int,
 ) -> PageSet:  # fmt: skip
     """The pages that some query reads in this form, anywhere in a store; all else is poison."""
     chosen = parse_format(text)
-    layout = chosen.layout(geometry)
-    k_codec, v_codec = BoundCodec(chosen.k, layout.k), BoundCodec(chosen.v, layout.v)
+    k_codec, v_codec = codecs or (
+        specimen_heads(codec, side, geometry.dim(side), geometry.heads, geometry.page_tokens)
+        for codec, side in ((chosen.k, Side.K), (chosen.v, Side.V))
+    )
+    layout = replace(chosen, k=k_codec, v=v_codec).layout(geometry)
+    readers = BoundCodec(k_codec, layout.k), BoundCodec(v_codec, layout.v)
     spots = iter(torch.randperm(sum(map(geometry.pages_for, lengths)) + 3, generator=generator).tolist())
     pool = torch.full((sum(map(geometry.pages_for, lengths)) + 3, layout.nbytes), POISON, dtype=torch.uint8)
     table = torch.full((len(lengths), geometry.pages_for(max(lengths)) + 2), -1, dtype=torch.int32)
@@ -178,12 +187,13 @@ def _page_set(
                 continue
             filled = length - page * geometry.page_tokens
             slabs = []
-            for codec, x in ((k_codec, k[page].clone()), (v_codec, v[page].clone())):
+            for codec, x in zip(readers, (k[page].clone(), v[page].clone()), strict=True):
                 x[max(filled, 0) :] = torch.nan
-                slabs.append(codec.encode(x.transpose(0, 1)))
+                first = torch.tensor(place + page * geometry.page_tokens, dtype=torch.int32)
+                slabs.append(codec.encode(x.transpose(0, 1), first))
             table[b, page] = next(spots)
             pool[table[b, page]] = torch.cat(slabs, dim=-1).flatten()
-    return PageSet(pool, table, layout, k_codec, v_codec, is_raw)
+    return PageSet(pool, table, layout, *readers, is_raw)
 
 
 def _is_read(page: int, query_tokens: range, rule: Rule, is_raw: bool) -> bool:
@@ -198,7 +208,7 @@ def _is_read(page: int, query_tokens: range, rule: Rule, is_raw: bool) -> bool:
 
 
 # Float32, and what is no tile.
-UNREAD = {"fp32", "turbo4-qjl", "turbo3-qjl", "turbo3.5", "turbo2.5", "kvquant4", "kvquant3", "kvquant2"}
+UNREAD = {"fp32", "turbo4-qjl", "turbo3-qjl", "turbo3.5", "turbo2.5"}
 
 
 @pytest.mark.parametrize("name", [name for name in registry if name not in UNREAD])
