@@ -15,7 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -34,8 +34,9 @@ from kvarto.kernels import triton_seal
 from kvarto.kernels.base import PageSet, Partial, Queries
 from kvarto.kernels.reference import ReferenceKernel
 from kvarto.kernels.triton import TritonKernel
-from kvarto.layout import Geometry
+from kvarto.layout import Geometry, Side
 from kvarto.rule import Rule
+from kvarto.testing import specimen_heads
 from measure import Samples, ratios
 from measure_gpu import DEVICE, HAS_GPU, bandwidth, machine, measure, randperm, warm_each, write
 from peers_gpu import ADAPTERS, PAGE_TOKENS, Paged, Peer, Work, gather
@@ -101,9 +102,20 @@ class Ours:
 
 
 @cache
+def format_of(text: str, geometry: Geometry) -> Format:
+    """The format; codecs that need constants get some of each head's own."""
+    chosen, heads, S = parse_format(text), geometry.heads, geometry.page_tokens
+    k, v = (
+        specimen_heads(codec, side, geometry.dim(side), heads, S)
+        for codec, side in ((chosen.k, Side.K), (chosen.v, Side.V))
+    )
+    return replace(chosen, k=k, v=v)
+
+
+@cache
 def pattern(text: str, geometry: Geometry = MODEL.geometry) -> Tensor:
     """uint8 [PATTERN_PAGES, page_nbytes]: pages of random numbers."""
-    chosen, generator = parse_format(text), torch.Generator(DEVICE).manual_seed(0)
+    chosen, generator = format_of(text, geometry), torch.Generator(DEVICE).manual_seed(0)
     layout = chosen.layout(geometry)
     slabs = []
     for codec, slab in ((chosen.k, layout.k), (chosen.v, layout.v)):
@@ -116,7 +128,7 @@ def page_set(
     text: str, geometry: Geometry, held: list[bool], rows: int, most_pages: int | None, *, raw: bool
 ) -> PageSet:
     """Pages j with held[j] of each of `rows` sequences, in random order, in a store of their own of at most `most_pages` pages (then repeated)."""
-    chosen = parse_format(text)
+    chosen = format_of(text, geometry)
     layout = chosen.layout(geometry)
     wanted = torch.tensor(held).nonzero().flatten().to(DEVICE)
     count = rows * len(wanted)
@@ -130,7 +142,8 @@ def page_set(
 
 def ours(text: str, work: Work, most_pages: int | None = None, model: Model = MODEL) -> Ours:
     """The kernel call of some work in the format `text`, with the pages that PagedKV would give it."""
-    chosen, geometry, S = parse_format(text), model.geometry, model.geometry.page_tokens
+    geometry, S = model.geometry, model.geometry.page_tokens
+    chosen = format_of(text, geometry)
     rule = Rule(S, chosen.sink_tokens // S, chosen.window_tokens // S)
     pages, first = geometry.pages_for(work.context), (work.context - work.queries) // S
     raw = [rule.reads_raw(j, max(j, first)) for j in range(pages)]

@@ -204,8 +204,7 @@ def _taken(told, FIRST: constexpr, COUNT: constexpr, TILE: constexpr, D: constex
 
 @triton.jit
 def _add_scores(scores, q, keys, taken):
-    """scores [S, N] plus keys [S, channels] times q [channels, N], of which `taken` [channels] is multiplied apart, in float32."""
-    scores += tl.sum(q * taken[:, None], axis=0)[None, :]
+    """scores [S, N] plus keys [S, channels], less `taken` [channels], times q [channels, N]."""
     return product((keys - taken[None, :]).to(tl.float16), q.to(tl.float16), scores)
 
 
@@ -239,6 +238,7 @@ def walk_levels(
         q_a, q_b = q_a / factor[None, :], q_b / factor[None, :]
     if REST > 0:
         q_rest = q_rest / factor[None, :]
+        lack_rest = tl.sum(q_rest * taken_rest[:, None], axis=0)
     ROWS: constexpr = group_rows_of(V, DV)
     channel, column = tl.arange(0, ROWS)[:, None], tl.arange(0, S)[None, :]
     acc = tl.zeros((ROWS, N), tl.float32)
@@ -248,12 +248,17 @@ def walk_levels(
     for page in range(first, end):
         slab = pages + held.to(tl.int64) * PAGE_NBYTES
         held = tl.load(table + tl.minimum(page + 1, end - 1))  # here before it is needed
-        scores = tl.zeros((S, N), tl.float32)
+        lack = tl.zeros((N,), tl.float32)  # of scores, for what is taken from keys: in float32
+        if REST > 0:
+            lack += lack_rest
         if PAIRS > 0:
             cos, sin = _page_turn(slab, turns, pair, K, S)
+            back_a, back_b = _turned(q_a, q_b, cos, -sin)
+            lack += tl.sum(back_a * taken_a[:, None] + back_b * taken_b[:, None], axis=0)
+        scores = tl.zeros((S, N), tl.float32) + lack[None, :]
+        if PAIRS > 0:
             a, b = _keys(slab, k_told, slot, 0, PAIRS, K, S, DK), _keys(slab, k_told, slot, PAIRS, PAIRS, K, S, DK)
             a, b = _turned(a, b, slot_cos, slot_sin)
-            back_a, back_b = _turned(q_a, q_b, cos, -sin)
             scores = _add_scores(scores, back_a, a, taken_a)
             scores = _add_scores(scores, back_b, b, taken_b)
         if REST > 0:
