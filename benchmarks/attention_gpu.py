@@ -335,7 +335,7 @@ def measure_all(
 
 def sealing(text: str, pages: int) -> Callable[[], None] | None:
     """One launch that seals `pages` pages of all KV heads; None if the format has no such program."""
-    chosen = parse_format(text)
+    chosen = format_of(text, MODEL.geometry)
     layout, raw_layout = chosen.layout(MODEL.geometry), parse_format("bf16").layout(MODEL.geometry)
     k, v = chosen.k.sealing(layout.k), chosen.v.sealing(layout.v)
     if k is None or v is None or not triton_seal.supports(raw_layout, layout, k, v, DEVICE):
