@@ -28,6 +28,7 @@ from kvarto.kernels.triton_spec import (
     group_rows_of,
     nbytes_of,
     offset_of,
+    padded,
     pairs_of,
     place_offset,
     planes_of,
@@ -72,8 +73,8 @@ def _with_slots(numbers, slab, token, channel, TILE: constexpr, S: constexpr):
 
 @triton.jit
 def _keys(slab, told, token, FIRST: constexpr, COUNT: constexpr, TILE: constexpr, S: constexpr, D: constexpr):
-    """Channels FIRST .. of keys before RoPE, of tokens [.., 1]: float32 [.., COUNT or the next power of two], 0 beyond COUNT."""
-    channel = FIRST + tl.arange(0, triton.next_power_of_2(COUNT))[None, :]
+    """Channels FIRST .. of keys before RoPE, of tokens [.., 1]: float32 [.., padded(COUNT)], 0 beyond COUNT."""
+    channel = FIRST + tl.arange(0, padded(COUNT))[None, :]
     inside = channel < FIRST + COUNT
     zeros = told + (1 << code_bits_of(TILE)) + channel
     scale, zero = tl.load(zeros + D, mask=inside, other=0.0), tl.load(zeros, mask=inside, other=0.0)
@@ -113,8 +114,8 @@ def _sine(part):
 
 @triton.jit
 def _slot_turn(phases, token, TILE: constexpr, S: constexpr):
-    """(cosines, sines) of tokens [.., 1] from the middle of their page: float32 [.., power of two], 0 beyond the last pair."""
-    pair = tl.arange(0, triton.next_power_of_2(pairs_of(TILE)))[None, :]
+    """(cosines, sines) of tokens [.., 1] from the middle of their page: float32 [.., padded], 0 beyond the last pair."""
+    pair = tl.arange(0, padded(pairs_of(TILE)))[None, :]
     at, inside = phases + token * pairs_of(TILE) + pair, (pair < pairs_of(TILE)) & (token >= 0)
     cos = tl.load(at, mask=inside, other=0.0)
     return cos, tl.load(at + S * pairs_of(TILE), mask=inside, other=0.0)
@@ -139,7 +140,7 @@ def within_float16(numbers):
 def _turned_keys(slab, told, turns, phases, token, TILE: constexpr, S: constexpr, D: constexpr):
     """(a, b) of keys of tokens [.., 1], after RoPE: the channels 0 .. pairs - 1 and pairs .. 2 pairs - 1."""
     PAIRS: constexpr = pairs_of(TILE)
-    cos, sin = _page_turn(slab, turns, tl.arange(0, triton.next_power_of_2(PAIRS))[None, :], TILE, S)
+    cos, sin = _page_turn(slab, turns, tl.arange(0, padded(PAIRS))[None, :], TILE, S)
     slot_cos, slot_sin = _slot_turn(phases, token, TILE, S)
     cos, sin = _turned(cos, sin, slot_cos, slot_sin)
     a, b = _keys(slab, told, token, 0, PAIRS, TILE, S, D), _keys(slab, told, token, PAIRS, PAIRS, TILE, S, D)
@@ -151,7 +152,7 @@ def _store_keys(
     numbers, base, out, k_base, token, is_first, FIRST: constexpr, COUNT: constexpr, D: constexpr
 ):  # fmt: skip
     """numbers less base to channels FIRST .. of out, and base, if is_first, to k_base."""
-    channel = tl.arange(0, triton.next_power_of_2(COUNT))[None, :]
+    channel = tl.arange(0, padded(COUNT))[None, :]
     base = within_float16(base)
     numbers = within_float16(within_float16(numbers) - base)
     tl.store(out + token * D + FIRST + channel, numbers.to(tl.float16), mask=(channel < COUNT) & (token >= 0))
@@ -190,15 +191,15 @@ def decode_level_values(slab, told, out, row_stride, TILE: constexpr, D: constex
 
 @triton.jit
 def _queries(pointers, FIRST: constexpr, COUNT: constexpr):
-    """Channels FIRST .. of query rows at pointers [1, N]: float32 [COUNT or the next power of two, N], 0 beyond COUNT."""
-    channel = tl.arange(0, triton.next_power_of_2(COUNT))[:, None]
+    """Channels FIRST .. of query rows at pointers [1, N]: float32 [padded(COUNT), N], 0 beyond COUNT."""
+    channel = tl.arange(0, padded(COUNT))[:, None]
     return tl.load(pointers + FIRST + channel, mask=channel < COUNT, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _taken(told, FIRST: constexpr, COUNT: constexpr, TILE: constexpr, D: constexpr):
-    """What is taken from keys in the frame of their page's middle: float32 [COUNT or the next power of two]."""
-    channel = tl.arange(0, triton.next_power_of_2(COUNT))
+    """What is taken from keys in the frame of their page's middle: float32 [padded(COUNT)]."""
+    channel = tl.arange(0, padded(COUNT))
     return tl.load(told + (1 << code_bits_of(TILE)) + 2 * D + FIRST + channel, mask=channel < COUNT, other=0.0)
 
 
@@ -227,7 +228,7 @@ def walk_levels(
         top_q = tl.maximum(top_q, tl.max(tl.maximum(tl.abs(q_a), tl.abs(q_b)), axis=0))
         taken_a, taken_b = _taken(k_told, 0, PAIRS, K, DK), _taken(k_told, PAIRS, PAIRS, K, DK)
         slot_cos, slot_sin = _slot_turn(phases, slot, K, S)
-        pair = tl.arange(0, triton.next_power_of_2(PAIRS))[:, None]
+        pair = tl.arange(0, padded(PAIRS))[:, None]
     if REST > 0:
         q_rest = _queries(q_pointers, 2 * PAIRS, REST)
         top_q = tl.maximum(top_q, tl.max(tl.abs(q_rest), axis=0))

@@ -12,6 +12,12 @@ _KINDS = {"uint": 0, "e4m3": 1, "e5m2": 2, "bfloat16": 3, "float16": 4, "short":
 
 
 @triton.constexpr_function
+def padded(count: int) -> int:
+    """A power of two that holds so many channels and that tensor cores take."""
+    return max(16, 1 << (count - 1).bit_length())
+
+
+@triton.constexpr_function
 def planes_of(tile: Tile) -> int:
     """How many planes."""
     return len(tile.planes)

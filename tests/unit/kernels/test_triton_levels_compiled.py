@@ -14,6 +14,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hopper import aligned, examine, hopper, run_in_another_process
 from test_triton_compiled import _main_loop
 
@@ -23,8 +24,10 @@ INSTRUCTIONS = {"kvquant4": 1800, "kvquant3": 2400}
 # Of a thread: a look-up for each of its codes of both sides; beside them all that a page has to be read of.
 LOOK_UPS = 2 * S * D // (32 * WARPS)
 OTHER_LOADS = 40
+_OLDER = tuple(map(int, pytest.importorskip("triton").__version__.split(".")[:2])) < (3, 7)
 
 
+@pytest.mark.skipif(_OLDER, reason="the numbers are of Triton 3.7")
 def test_what_the_compiler_makes_of_look_ups(tmp_path: Path) -> None:
     printed = run_in_another_process(__file__, *INSTRUCTIONS, cache=tmp_path)
     for name, limit in INSTRUCTIONS.items():
