@@ -3,8 +3,8 @@
 `Codec.encode` is the truth; a codec whose encoding is one of these three says so with `Codec.sealing`, and a kernel then writes the same bytes:
 
     Cast     each number, divided by a scale, becomes a float of another type               bf16 fp16 fp32 fp8
-    Range    codes in even steps from the lowest to the highest number of a group           int8's keys, kivi  (codecs/affine.py: fit, short_fit)
-    Refine   codes, scale and zero of each tile column, fitted in turns by least squares    int4 int3 int2, int8's values    (affine.refine)
+    Range    codes in even steps from the lowest to the highest number of a group           int8 kivi          (codecs/affine.py: fit, short_fit)
+    Refine   codes, scale and zero of each tile column, fitted in turns by least squares    int4 int3 int2     (codecs/affine.py: refine)
 
 Where the bytes go is the `tile` of each (kvarto/tile.py): codes into its planes, scale and zero where its terms lie.
 """

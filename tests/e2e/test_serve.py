@@ -539,7 +539,7 @@ def test_a_signal_lets_requests_finish(tmp_path: Path) -> None:
     try:
         shown = "".join(said)
         assert f"{MODEL} on cpu" in shown
-        assert re.search(r"int8: 8\.31 bits per number, [\d,]+ tokens fit, kernel numba \(the default\)", shown)
+        assert re.search(r"int8: 8\.44 bits per number, [\d,]+ tokens fit, kernel numba \(the default\)", shown)
         assert "rules for requests that name no format: 1, also as smol" in shown
         body = {"model": "smol", "prompt": "Once upon a time", "max_tokens": 30, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:

@@ -39,7 +39,7 @@ def test_packing_is_exact(data: st.DataObject, bits: int, columns: int) -> None:
 @given(x=SLABS)
 @pytest.mark.parametrize(
     ("name", "side"),
-    [("int8", Side.K), *((f"kivi{group}", side) for group in ("4", "3", "2", "4-g32", "2-g32") for side in Side)],
+    list(itertools.product(("int8", "kivi4", "kivi3", "kivi2", "kivi4-g32", "kivi2-g32"), Side)),
 )
 def test_uniform_codes_are_within_half_a_step(name: str, side: Side, x: Tensor) -> None:
     codec = registry[name]
@@ -51,7 +51,9 @@ def test_uniform_codes_are_within_half_a_step(name: str, side: Side, x: Tensor) 
     largest = torch.cat([part.abs().amax(axis, True).expand_as(part) for part in groups], axis)
     steps = 2 ** int(codec.bits) - 1
     # Half a step; at the ends of the range the rounding of the group's zero and scale to float16, and the smallest step.
-    wider, smallest = (1.125, 2.0**-17) if name == "int8" else (1.0, 0.0)  # a scale in a byte is rounded up
+    wider, smallest = (
+        (1.125, 2.0**-17) if name == "int8" and side is Side.K else (1.0, 0.0)
+    )  # a scale in a byte is rounded up
     bound = ranges / steps * 0.5 * wider * 1.001 + (largest + ranges) * 2.0**-11 * 1.01 + (steps + 1) * 2.0**-25
     bound = bound + smallest / 2
     assert bool((error <= bound).all()), float((error - bound).max())
@@ -60,7 +62,7 @@ def test_uniform_codes_are_within_half_a_step(name: str, side: Side, x: Tensor) 
 def _group(name: str, side: Side) -> tuple[int, int]:
     """(axis of [S, D], elements) that share a scale."""
     if side is Side.V:
-        return 1, 32
+        return 1, 64 if name == "int8" else 32
     return 0, 32 if name.endswith("g32") else 64
 
 
@@ -83,7 +85,7 @@ def test_floats_are_within_their_relative_error(name: str, relative: float, x: T
 
 @SETTINGS
 @given(x=SLABS)
-@pytest.mark.parametrize(("name", "side"), [("int8", Side.V), *itertools.product(("int4", "int3", "int2"), Side)])
+@pytest.mark.parametrize(("name", "side"), list(itertools.product(("int4", "int3", "int2"), Side)))
 def test_fitted_codes_lose_no_more_than_codes_from_least_to_most(name: str, side: Side, x: Tensor) -> None:
     """For each group, the channel for keys and the rotated token for values, by squared error.
 

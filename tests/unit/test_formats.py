@@ -76,7 +76,7 @@ def test_raw_format_of_other_dtypes_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("text", "bits"),
-    [("bf16", 16.0), ("int8", 8.25), ("int4", 4.3125), ("kivi4-g32", 5.0), ("kivi2-g32", 3.0), ("fp8-token", 8.125)],
+    [("bf16", 16.0), ("int8", 8.3125), ("int4", 4.3125), ("kivi4-g32", 5.0), ("kivi2-g32", 3.0), ("fp8-token", 8.125)],
 )
 def test_bits_per_element_at_dim_128(text: str, bits: float) -> None:
     assert parse_format(text).layout(Geometry(8, 128, 128)).bits_per_element == bits

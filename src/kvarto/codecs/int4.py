@@ -7,7 +7,7 @@ Keys: a channel of a page is nearly constant where RoPE turns slowly (the bias o
 each channel has a scale and a zero of its own, as in KIVI. The channels that turn slowest also carry most of a score's error, the same ones on every
 model that rotates halves; they get more bits: two more for a quarter of the channels, but int4 from D = 128 on one more for an eighth. They are the
 last ones of each half (of a partly rotated head too, nearly).
-Values: codecs/rotated.py.
+Values: what errors remain are averaged by the softmax, so a rotation (QuaRot) and one scale for each token suffice.
 Scales are fitted by least squares between roundings (affine.refine) and keep the variance of their group, so that scores do not shrink.
 
 Bits at S = 64: K b + 0.375 + 0.5, or 0.125 (int4 from D = 128 on); V b + 16 / D. int4 at D = 128: 4.3125, 3.71 times fewer than bf16; at 64: 4.5625.
@@ -23,13 +23,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvarto.codecs import affine
-from kvarto.codecs.base import Reader, assemble, extract
+from kvarto.codecs import affine, hadamard
+from kvarto.codecs.base import Codec, Reader, assemble, beyond, extract, from_tile, to_tile
 from kvarto.codecs.packing import code_fields, code_planes, pack, pack_plane, unpack, unpack_plane, unpack_tile
-from kvarto.codecs.rotated import RotatedValues
-from kvarto.jit import available, load_floats, torch
+from kvarto.jit import available, load_floats, load_low_zeros, torch
 from kvarto.layout import FieldSpec, Side, SlabLayout
-from kvarto.sealing import Refine, Sealing
+from kvarto.sealing import FLOAT16_MAX, Refine, Rotation
 from kvarto.tile import Plane, Term, Tile
 
 if available("numba"):
@@ -38,9 +37,11 @@ if available("numba"):
 if TYPE_CHECKING:
     from torch import Tensor
 
+_ROTATION_LIMIT = 1e30
+
 
 @dataclass(frozen=True)
-class PageInt(RotatedValues):
+class PageInt(Codec):
     """b-bit integers, fitted to the page.
 
     lean_from  the head dimension from which on an eighth of the key channels has one further bit, where below a quarter has two
@@ -50,24 +51,30 @@ class PageInt(RotatedValues):
 
     def refuses(self, side: Side, page_tokens: int, dim: int) -> str | None:
         """Values need a Hadamard matrix of the head dimension, keys a quarter of it in whole bytes."""
+        if side is Side.V and hadamard.order_base(dim) is None:
+            return f"no Hadamard transform of order {dim} (2^k, 12, 20 or 28 times 2^k)"
         if side is Side.K and dim < 16:
             return f"a head dimension of {dim} is less than 16"
-        return super().refuses(side, page_tokens, dim)
+        return None
 
     def fields(self, side: Side, page_tokens: int, dim: int) -> Sequence[FieldSpec]:
         """Codes in tile order, the high bits of the slow channels, and the terms: of channels for K, of tokens for V."""
-        if side is Side.V:
-            return super().fields(side, page_tokens, dim)
         bits = int(self.bits)
+        if side is Side.V:
+            return [*code_fields(bits, dim, page_tokens), ("scale", "float16", (page_tokens,))]
         slow_nbytes = len(self.slow_channels(dim)) * self.slow_bits(dim) // 8
         slow: FieldSpec = ("codes_slow", "uint8", (page_tokens, slow_nbytes))
         return [*code_fields(bits, page_tokens, dim), slow, ("zero", "float16", (dim,)), ("scale", "uint8", (dim,))]
 
     def encode(self, x: Tensor, layout: SlabLayout) -> Tensor:
         """Fit, round the terms, choose the codes, pack."""
-        if layout.side is Side.V:
-            return super().encode(x, layout)
         bits = int(self.bits)
+        if layout.side is Side.V:
+            levels = x.new_full((), 1 << bits)
+            fit = affine.refine(_rotated(x), -1, levels)
+            term = affine.joined(fit, 1 << bits)
+            codes = affine.nearest(fit.x, *affine.parted(term, 1 << bits), levels)
+            return assemble(layout, **pack(to_tile(codes, Side.V), bits), scale=term.squeeze(-1))
         levels = self._key_levels(layout.dim).to(x.device)
         fit = affine.refine(x, -2, levels)
         scale, zero = affine.short_scale(fit)
@@ -78,38 +85,63 @@ class PageInt(RotatedValues):
 
     def decode(self, slabs: Tensor, layout: SlabLayout) -> Tensor:
         """Unpack and undo."""
-        if layout.side is Side.V:
-            return super().decode(slabs, layout)
         bits, dim = int(self.bits), layout.dim
         names = [name for name, _, _ in code_fields(bits, *layout.tile_shape)]
         codes = unpack({name: extract(slabs, layout, name) for name in names}, bits)
+        scale = extract(slabs, layout, "scale")
+        if layout.side is Side.V:
+            scale, zero = affine.parted(scale.unsqueeze(-1), 1 << bits)
+            return hadamard.transform(affine.dequantize(from_tile(codes, Side.V), scale, zero), inverse=True)
         slow = unpack_plane(extract(slabs, layout, "codes_slow"), self.slow_bits(dim))
         codes[..., self.slow_channels(dim)] += slow << bits
-        scale, zero = (extract(slabs, layout, name) for name in ("scale", "zero"))
+        zero = extract(slabs, layout, "zero")
         return affine.dequantize(codes, affine.long_scale(scale).unsqueeze(-2), zero.unsqueeze(-2))
+
+    def rotate(self, x: Tensor, side: Side) -> Tensor:
+        """Values: multiply by the Hadamard matrix."""
+        return x @ hadamard.matrix(x.shape[-1]).to(x) if side is Side.V else x
+
+    def unrotate(self, y: Tensor, side: Side) -> Tensor:
+        """Values: multiply by its transpose."""
+        return y @ hadamard.matrix(y.shape[-1]).to(y).T if side is Side.V else y
+
+    def saturated(self, x: Tensor, side: Side) -> int:
+        """Elements beyond float16, of values after rotation: those are what is clamped."""
+        if side is Side.K:
+            return affine.out_of_range(x)
+        # Rotation makes no number larger than sqrt(D) times the largest.
+        near = beyond(x, FLOAT16_MAX / x.shape[-1] ** 0.5)
+        return affine.out_of_range(_rotated(x)) if near else 0
 
     def tile(self, layout: SlabLayout) -> Tile:
         """Codes and column terms: of channels for K, of tokens for V. The slow channels' further bits are a plane of their own."""
-        if layout.side is Side.V:
-            return super().tile(layout)
         bits, scale = int(self.bits), layout["scale"].offset
         planes = code_planes(layout, bits)
+        if layout.side is Side.V:
+            return Tile(planes, Term(scale, "float16", "column"), Term(scale, "low", "column"))
         channels, field = self.slow_channels(layout.dim), layout["codes_slow"]
         run = len(channels) // 2
         runs = ((channels[0], run), (channels[run], run))
         planes += (Plane(field.offset, field.shape[1], self.slow_bits(layout.dim), runs, shift=bits),)
         return Tile(planes, Term(scale, "short", "column"), Term(layout["zero"].offset, "float16", "column"))
 
-    def sealing(self, layout: SlabLayout) -> Sealing:
+    def sealing(self, layout: SlabLayout) -> Refine:
         """Fitted; values after rotation."""
-        return super().sealing(layout) if layout.side is Side.V else Refine(self.tile(layout))
+        rotation = Rotation(hadamard.minus_signs(layout.dim)) if layout.side is Side.V else None
+        return Refine(self.tile(layout), rotation, _ROTATION_LIMIT)
 
     def numba_reader(self, layout: SlabLayout) -> Reader:
         """Codes, and channel terms for K or row terms for V."""
-        if layout.side is Side.V:
-            return super().numba_reader(layout)
         bits, low, high = int(self.bits), layout.fields[0].offset, layout.fields[1].offset
-        scale = layout["scale"].offset
+        scale, highest = layout["scale"].offset, (1 << bits) - 1
+        if layout.side is Side.V:
+
+            def read_values(slab, constants, tile, row_scale, row_zero, channel_scale, channel_zero):  # type: ignore[no-untyped-def]
+                unpack_tile(slab, low, high, bits, tile)
+                load_floats(slab, scale, "float16", row_scale)
+                load_low_zeros(slab, scale, highest, row_scale, row_zero)
+
+            return read_values
         zero, slow, slow_bits = layout["zero"].offset, layout["codes_slow"].offset, self.slow_bits(layout.dim)
         first, slow_nbytes = self.slow_channels(layout.dim)[0], layout["codes_slow"].shape[1]
 
@@ -137,6 +169,11 @@ class PageInt(RotatedValues):
         levels = torch.full((dim,), float(1 << int(self.bits)))
         levels[self.slow_channels(dim)] = float(1 << (int(self.bits) + self.slow_bits(dim)))
         return levels
+
+
+def _rotated(x: Tensor) -> Tensor:
+    """Values in the tile's domain; first drawn in so far that sums of 256 of them stay finite."""
+    return hadamard.transform(x.clamp(-_ROTATION_LIMIT, _ROTATION_LIMIT))
 
 
 _SOURCE = "KIVI, QuaRot, ADR 0004, ADR 0012"
