@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ from kvarto.kernels.numba import NumbaKernel
 from kvarto.kernels.reference import ReferenceKernel
 from kvarto.kernels.triton import TritonKernel
 from kvarto.layout import PageLayout, SlabLayout
+from kvarto.sealing import Sealing
 from kvarto.tile import Tile
 
 if TYPE_CHECKING:
@@ -106,25 +106,31 @@ def choose_kernel(wanted: str | None, layout: PageLayout, k: SlabReader, v: Slab
     return named[wanted]
 
 
-Sealer = Callable[["Tensor", "Tensor", "Tensor", "Tensor", "Tensor | None"], None]
-"""(raw_pages, raw_ids, sealed_pages, sealed_ids, saturated) as in `kernels.triton_seal.seal_pages`."""
+@dataclass(frozen=True)
+class Sealer:
+    """Seals pages in one call, with the bytes of `encode`: plain data, so that a layer that has one can be copied and pickled."""
+
+    device: str
+    raw_layout: PageLayout
+    layout: PageLayout
+    k: Sealing
+    v: Sealing
+
+    def __call__(
+        self, raw_pages: Tensor, raw_ids: Tensor, sealed_pages: Tensor, sealed_ids: Tensor, saturated: Tensor | None
+    ) -> None:
+        """See `kernels.triton_seal.seal_pages`."""
+        SEALERS[self.device].seal_pages(
+            raw_pages, self.raw_layout, raw_ids, sealed_pages, self.layout, sealed_ids, self.k, self.v, saturated
+        )
 
 
 def choose_sealer(
     raw_layout: PageLayout, layout: PageLayout, k: BoundCodec, v: BoundCodec, device: str
 ) -> Sealer | None:
-    """What seals pages in one call, with the bytes of `encode`, or None: then they go through `encode`, a torch operation at a time."""
-    sealings = k.codec.sealing(layout.k), v.codec.sealing(layout.v)
-    kernel = SEALERS.get(device)
-    if kernel is None or not kernel.supports(raw_layout, layout, *sealings, device):
+    """What seals pages in one call, or None: then they go through `encode`, a torch operation at a time."""
+    kernel, k_sealing, v_sealing = SEALERS.get(device), k.codec.sealing(layout.k), v.codec.sealing(layout.v)
+    if kernel is None or not kernel.supports(raw_layout, layout, k_sealing, v_sealing, device):
         return None
-
-    def seal(
-        raw_pages: Tensor, raw_ids: Tensor, sealed_pages: Tensor, sealed_ids: Tensor, saturated: Tensor | None
-    ) -> None:
-        assert sealings[0] is not None and sealings[1] is not None, "seal without supports"  # noqa: PT018
-        kernel.seal_pages(
-            raw_pages, raw_layout, raw_ids, sealed_pages, layout, sealed_ids, sealings[0], sealings[1], saturated
-        )
-
-    return seal
+    assert k_sealing is not None and v_sealing is not None, "supported without sealings"  # noqa: PT018
+    return Sealer(device, raw_layout, layout, k_sealing, v_sealing)
