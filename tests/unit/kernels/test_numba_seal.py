@@ -30,7 +30,7 @@ def test_every_codec_that_says_how_it_seals_is_sealed_here(name: str) -> None:
     assert choose_sealer(made.raw_layout, made.layout, k, v, "cpu") is not None
 
 
-@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("dim", [64, 128, *(pytest.param(dim, marks=pytest.mark.slow) for dim in (80, 96, 256))])
 @pytest.mark.parametrize("name", SEALED)
 def test_bytes_are_those_of_the_codec(name: str, dim: int) -> None:
     check(case(registry[name], registry[name], Geometry(2, dim, dim)), numba_seal, "cpu")

@@ -31,7 +31,7 @@ FAR = (1 << 24) + 64
 """Where float32 does not tell neighbouring places apart."""
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["kvquant4", "kvquant3", pytest.param("kvquant2", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dim", [64, 80, 128])
 def test_one_query_of_each_sequence_behind_a_raw_page(name: str, dim: int) -> None:
     case(name, "fp16", Geometry(2, dim, dim), (64, 200), rule=SINK).check()
@@ -188,7 +188,7 @@ def test_constants_are_sent_once() -> None:
     assert set(tables(case("int8", None, Geometry(2, 64, 64), (200,)).sets[0], device).values()) == {None}
 
 
-@pytest.mark.parametrize(("length", "counts"), [(2200, (1, 3)), (330, (17, 20))])
+@pytest.mark.parametrize(("length", "counts"), [pytest.param(2200, (1, 3), marks=pytest.mark.slow), (330, (17, 20))])
 def test_a_sequence_has_the_same_bits_alone_and_in_a_batch(length: int, counts: Sequence[int]) -> None:
     made: Case = case("kvquant2", "fp16", Geometry(1, 64, 64), (200, length), counts, R=2, rule=SINK)
     start = made.queries.start.tolist()
