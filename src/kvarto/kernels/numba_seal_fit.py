@@ -10,7 +10,8 @@ import numpy as np
 
 from kvarto.jit import inlined
 from kvarto.kernels.numba_memory import address_of
-from kvarto.kernels.numba_seal_vectors import butterflies, half_bits, half_float, store_halves
+from kvarto.kernels.numba_seal_numbers import half_bits, half_float
+from kvarto.kernels.numba_seal_vectors import butterflies, store_halves
 from kvarto.tile import LOW_ZERO_LIMIT, LOW_ZERO_STEPS, LOW_ZEROS
 
 _ONE, _HALF, _WHOLE = np.float32(1), np.float32(0.5), np.float32(1.5 * 2**23)

@@ -12,18 +12,20 @@ from numba import carray
 from kvarto.jit import inlined, load_floats
 from kvarto.kernels.numba_memory import address_of, fetch_add, get_int, get_long, put_long
 from kvarto.kernels.numba_seal_fit import MOST_SIGNS, clamped, joined_terms, rotate, short_terms
-from kvarto.kernels.numba_seal_vectors import (
+from kvarto.kernels.numba_seal_numbers import (
     as_half,
     as_scale,
     bfloat16_bits,
     bits_of,
-    bytes_at,
-    choose_codes,
     e4m3_bits,
     e5m2_bits,
     float_of,
     half_bits,
     half_float,
+)
+from kvarto.kernels.numba_seal_vectors import (
+    bytes_at,
+    choose_codes,
     pack_codes,
     range_of_columns,
     refine_columns,

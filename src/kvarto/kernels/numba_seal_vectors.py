@@ -1,7 +1,6 @@
-"""Vector code that seals (kvarto/simd.py): numbers of fewer bits, the fit of columns, codes into bytes. Called by numba_seal_slab.py.
+"""Vector code that seals (kvarto/simd.py): the fit and the range of columns, codes into bytes. Called by numba_seal_slab.py.
 
-Every float operation is one of the reference's (codecs/affine.py), rounded once, in the same order: nothing is fused or reassociated. What numbers
-become is written once, for one number or a vector of them. A float16 number is held as the float32 that equals it.
+Every float operation is one of the reference's (codecs/affine.py), rounded once, in the same order: nothing is fused or reassociated.
 
 Tiles are float32 [rows, columns] by address, columns a multiple of 8. A panel is LANES of their columns, all rows: it stays in the first-level cache.
 """
@@ -18,172 +17,21 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kvarto.sealing import FLOAT16_MAX, ROUNDS, SMALLEST_STEP
+from kvarto.kernels.numba_seal_numbers import (
+    clamp,
+    emit_half,
+    emit_nearest,
+    emit_ordered,
+    emit_scale,
+    kind_like,
+    least,
+    most,
+    of_one,
+)
+from kvarto.sealing import FLOAT16_MAX, ROUNDS
 from kvarto.simd import LANES, Emitter, f32, i8, i16, i32, integer, lowered
 
 _address = _count = types.int64
-_number, _bits = types.float32, types.int32
-# Added to a number of 0 .. 2^22 it leaves no bits after the point, rounded to nearest even.
-_WHOLE = 1.5 * 2**23
-
-# ---- numbers of fewer bits -------------------------------------------------------------------------------------------
-
-
-def _like(x: Any, value: float, element: Any = None) -> Any:
-    """The constant as a number, or as a vector of as many as x has; of x's own type or of another one."""
-    kind = x.type
-    if isinstance(kind, ir.VectorType):
-        return ir.Constant(ir.VectorType(element or kind.element, kind.count), [value] * kind.count)
-    return ir.Constant(element or kind, value)
-
-
-def _as(x: Any, element: Any) -> Any:
-    """The type of as many elements as x has."""
-    return ir.VectorType(element, x.type.count) if isinstance(x.type, ir.VectorType) else element
-
-
-def _least(e: Emitter, x: Any, y: Any) -> Any:
-    return e.builder.select(e.builder.fcmp_ordered("<", x, y), x, y)
-
-
-def _most(e: Emitter, x: Any, y: Any) -> Any:
-    return e.builder.select(e.builder.fcmp_ordered(">", x, y), x, y)
-
-
-def _clamp(e: Emitter, x: Any, limit: float) -> Any:
-    return _least(e, _most(e, x, _like(x, -limit)), _like(x, limit))
-
-
-def _rounded_size(e: Emitter, size: Any, mantissa: int, bias: int) -> Any:
-    """Bits, without sign, of the float of that format that is nearest to the float32 whose bits, without sign, are `size`: in its range."""
-    b, cut = e.builder, 23 - mantissa
-    floats = _as(size, f32)
-
-    def constant(value: int) -> Any:
-        return _like(size, value)
-
-    odd = b.and_(b.lshr(size, constant(cut)), constant(1))
-    rounding = b.add(odd, constant((1 << (cut - 1)) - 1 - ((127 - bias) << 23)))
-    normal = b.lshr(b.add(size, rounding), constant(cut))
-    # Below the smallest normal number: adding a power of two whose last bit is the smallest subnormal leaves the code in the low bits.
-    unit = (127 - bias + cut + 1) << 23
-    shifted = b.fadd(b.bitcast(size, floats), b.bitcast(constant(unit), floats))
-    subnormal = b.sub(b.bitcast(shifted, size.type), constant(unit))
-    return b.select(b.icmp_signed("<", size, constant((128 - bias) << 23)), subnormal, normal)
-
-
-def _rounded(mantissa: int, bias: int, limit: float, sign: int) -> Callable[[Emitter, Any], Any]:
-    """x, drawn within the limit, as bits of a float format, whose sign is bit `sign`."""
-
-    def emit(e: Emitter, x: Any) -> Any:
-        b = e.builder
-        bits = b.bitcast(_clamp(e, x, limit), _as(x, i32))
-        code = _rounded_size(e, b.and_(bits, _like(bits, 0x7FFFFFFF)), mantissa, bias)
-        return b.or_(code, b.and_(b.lshr(bits, _like(bits, 31 - sign)), _like(bits, 1 << sign)))
-
-    return emit
-
-
-_half_bits = _rounded(10, 15, FLOAT16_MAX, 15)
-
-
-def _half_float(e: Emitter, bits: Any) -> Any:
-    """float32 of a finite float16's bits, int32."""
-    b, floats = e.builder, _as(bits, f32)
-    size = b.and_(bits, _like(bits, 0x7FFF))
-    normal = b.bitcast(b.add(b.shl(size, _like(bits, 13)), _like(bits, 112 << 23)), floats)
-    subnormal = b.fmul(b.sitofp(size, floats), _like(bits, SMALLEST_STEP, f32))
-    number = b.select(b.icmp_signed("<", size, _like(bits, 0x400)), subnormal, normal)
-    sign = b.shl(b.and_(bits, _like(bits, 0x8000)), _like(bits, 16))
-    return b.bitcast(b.or_(b.bitcast(number, bits.type), sign), floats)
-
-
-def _as_half(e: Emitter, x: Any) -> Any:
-    return _half_float(e, _half_bits(e, x))
-
-
-def _as_scale(e: Emitter, x: Any) -> Any:
-    """Rounded to float16, and no less than its smallest number."""
-    return _most(e, _as_half(e, x), _like(x, SMALLEST_STEP))
-
-
-def _ordered(e: Emitter, bits: Any) -> Any:
-    """Bits of numbers as int32 that are ordered as the numbers are, -0.0 before 0.0; its own inverse."""
-    b = e.builder
-    return b.xor(bits, b.and_(b.ashr(bits, _like(bits, 31)), _like(bits, 0x7FFFFFFF)))
-
-
-def _nearest(e: Emitter, x: Any, scale: Any, zero: Any, highest: Any) -> Any:
-    """Code of x: drawn into its range before it is rounded, which comes to the same as after."""
-    b = e.builder
-    code = b.fdiv(b.fsub(x, zero), scale)
-    code = _least(e, _most(e, code, _like(x, 0.0)), highest)
-    return b.fsub(b.fadd(code, _like(x, _WHOLE)), _like(x, _WHOLE))
-
-
-def _of_one(emit: Callable[..., Any]) -> Callable[..., Any]:
-    return lowered(lambda e: emit(e, *e.arguments))
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def half_bits(_context: Any, x: Any) -> Any:
-    """float16 nearest to x, which is drawn into its range first: its bits, int32."""
-    return _bits(_number), _of_one(_half_bits)
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def half_float(_context: Any, bits: Any) -> Any:
-    """float32 of a finite float16's bits, int32."""
-    return _number(_bits), _of_one(_half_float)
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def as_half(_context: Any, x: Any) -> Any:
-    """x rounded to float16."""
-    return _number(_number), _of_one(_as_half)
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def as_scale(_context: Any, x: Any) -> Any:
-    """x rounded to float16 and no less than its smallest number."""
-    return _number(_number), _of_one(_as_scale)
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def bfloat16_bits(_context: Any, x: Any) -> Any:
-    """bfloat16 nearest to finite x: its bits, int32."""
-
-    def emit(e: Emitter, x: Any) -> Any:
-        b, bits = e.builder, e.builder.bitcast(x, i32)
-        odd = b.and_(b.lshr(bits, _like(bits, 16)), _like(bits, 1))
-        return b.lshr(b.add(b.add(bits, odd), _like(bits, 0x7FFF)), _like(bits, 16))
-
-    return _bits(_number), _of_one(emit)
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def e4m3_bits(_context: Any, x: Any) -> Any:
-    """float8 e4m3 nearest to x, which is drawn into its range first: its bits, int32."""
-    return _bits(_number), _of_one(_rounded(3, 7, 448.0, 7))
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def e5m2_bits(_context: Any, x: Any) -> Any:
-    """float8 e5m2 nearest to x, which is drawn into its range first: its bits, int32."""
-    return _bits(_number), _of_one(_rounded(2, 15, 57344.0, 7))
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def bits_of(_context: Any, x: Any) -> Any:
-    """The bits of a float32, int32."""
-    return _bits(_number), _of_one(lambda e, x: e.builder.bitcast(x, i32))
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def float_of(_context: Any, bits: Any) -> Any:
-    """The float32 of these bits, int32."""
-    return _number(_bits), _of_one(lambda e, bits: e.builder.bitcast(bits, f32))
-
 
 # ---- columns -----------------------------------------------------------------------------------------------------------
 
@@ -262,10 +110,10 @@ def _refine(e: Emitter) -> None:
 
         lowest, largest = _slot(e, e.constant(FLOAT16_MAX)), _slot(e, e.constant(-FLOAT16_MAX))
         with e.loop(integer(0), rows, 1) as (row, _):
-            number = _clamp(e, row_of(row), FLOAT16_MAX)
+            number = clamp(e, row_of(row), FLOAT16_MAX)
             e.store(number, x, e.index((row, columns), first), lanes)
-            b.store(_least(e, number, b.load(lowest)), lowest)
-            b.store(_most(e, number, b.load(largest)), largest)
+            b.store(least(e, number, b.load(lowest)), lowest)
+            b.store(most(e, number, b.load(largest)), largest)
         (mean,) = _means(e, [first_work], rows, lambda row: [row_of(row)])
 
         def squared(row: Any) -> list[Any]:
@@ -274,15 +122,15 @@ def _refine(e: Emitter) -> None:
 
         (variance,) = _means(e, [first_work], rows, squared)
         top = e.load(highest, first, lanes)
-        scale = _slot(e, _as_scale(e, b.fdiv(b.fsub(b.load(largest), b.load(lowest)), top)))
-        zero = _slot(e, _as_half(e, b.load(lowest)))
+        scale = _slot(e, emit_scale(e, b.fdiv(b.fsub(b.load(largest), b.load(lowest)), top)))
+        zero = _slot(e, emit_half(e, b.load(lowest)))
 
         def fit(*, last: bool) -> tuple[Any, Any]:
             """One round; (slope, mean of the codes)."""
             old_scale, old_zero = b.load(scale), b.load(zero)
 
             def code(row: Any) -> list[Any]:
-                nearest = _nearest(e, row_of(row), old_scale, old_zero, top)
+                nearest = emit_nearest(e, row_of(row), old_scale, old_zero, top)
                 e.store(nearest, codes, b.mul(row, integer(LANES)))
                 return [nearest]
 
@@ -300,14 +148,14 @@ def _refine(e: Emitter) -> None:
             if last:
                 slope = _square_root(e, slope)
             slope = b.select(fits, slope, old_scale)
-            b.store(_as_scale(e, slope), scale)
-            b.store(_as_half(e, b.fsub(mean, b.fmul(b.load(scale), code_mean))), zero)
+            b.store(emit_scale(e, slope), scale)
+            b.store(emit_half(e, b.fsub(mean, b.fmul(b.load(scale), code_mean))), zero)
             return slope, code_mean
 
         with e.loop(integer(0), integer(ROUNDS), 1):
             fit(last=False)
         slope, code_mean = fit(last=True)
-        magnitude = _most(e, b.fneg(b.load(lowest)), b.load(largest))
+        magnitude = most(e, b.fneg(b.load(lowest)), b.load(largest))
         for i, found in enumerate((slope, mean, code_mean, magnitude)):
             e.store(found, terms, e.index((integer(i), columns), first), lanes)
 
@@ -339,15 +187,15 @@ def _choose(e: Emitter) -> None:
         terms = [e.load(each, first, lanes) for each in (scale, zero, highest)]
         with e.loop(integer(0), rows, 1) as (row, _):
             place = e.index((row, columns), first)
-            _store_codes(e, _nearest(e, e.load(x, place, lanes), *terms), codes, place, lanes)
+            _store_codes(e, emit_nearest(e, e.load(x, place, lanes), *terms), codes, place, lanes)
 
     e.runs(columns, panel)
 
 
 def _store_codes(e: Emitter, vector: Any, codes: Any, place: Any, lanes: int) -> None:
     """float32 codes as bytes."""
-    whole = e.builder.fptosi(vector, _as(vector, i32))
-    e.store(e.builder.trunc(whole, _as(vector, i8)), codes, place, lanes)
+    whole = e.builder.fptosi(vector, kind_like(vector, i32))
+    e.store(e.builder.trunc(whole, kind_like(vector, i8)), codes, place, lanes)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -365,12 +213,12 @@ def _range(e: Emitter) -> None:
     def panel(first: Any, lanes: int) -> None:
         extremes = [_slot(e, ir.Constant(integers, [value] * LANES)) for value in (2**31 - 1, -(2**31))]
         with e.loop(integer(0), rows, 1) as (row, _):
-            order = _ordered(e, b.bitcast(e.load(x, e.index((row, columns), first), lanes), integers))
+            order = emit_ordered(e, b.bitcast(e.load(x, e.index((row, columns), first), lanes), integers))
             for slot, sign in zip(extremes, "<>", strict=True):
                 held = b.load(slot)
                 b.store(b.select(b.icmp_signed(sign, order, held), order, held), slot)
         for slot, out in zip(extremes, (lowest, highest), strict=True):
-            e.store(b.bitcast(_ordered(e, b.load(slot)), ir.VectorType(f32, LANES)), out, first, lanes)
+            e.store(b.bitcast(emit_ordered(e, b.load(slot)), ir.VectorType(f32, LANES)), out, first, lanes)
 
     e.runs(columns, panel)
 
@@ -472,4 +320,4 @@ def store_halves(_context: Any, bits: Any, n: Any, out: Any) -> Any:
 @intrinsic  # type: ignore[untyped-decorator]
 def bytes_at(_context: Any, address: Any) -> Any:
     """An address as a pointer to uint8, for numba's carray."""
-    return types.CPointer(types.uint8)(_address), _of_one(lambda e, at: e.builder.inttoptr(at, i8.as_pointer()))
+    return types.CPointer(types.uint8)(_address), of_one(lambda e, at: e.builder.inttoptr(at, i8.as_pointer()))
